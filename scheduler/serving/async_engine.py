@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 from ...kvcache import Tokens
 from ..engine import Engine
 from ..errors import StreamError
+from ..text import TextTokenizer
 from .engine_thread import Delivery, EngineThread
 from .outputs import Completion, GenerationOutput
 from .params import GenerationParams
@@ -28,22 +29,34 @@ class AsyncEngine:
 
     Use it as an asynchronous context manager. On leaving, it waits until all requests have ended;
     an exception aborts them.
+
+    Attributes:
+        tokenizer: the tokenizer, or None.
     """
 
-    def __init__(self, engine: Engine, *, eos_token_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: TextTokenizer | None = None,
+        *,
+        eos_token_ids: Collection[int] = (),
+    ) -> None:
         """Start the thread of an engine.
 
         Args:
             engine: the engine; `close` closes it, too.
+            tokenizer: for prompts, outputs and stop strings as text. It decodes where an output is
+                awaited, not on the engine's thread.
             eos_token_ids: tokens that end every output, such as `ModelConfig.eos_token_ids`.
         """
+        self.tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._names = itertools.count()
         self._thread = EngineThread(engine)
 
     def generate(
         self,
-        prompt: Tokens,
+        prompt: str | Tokens,
         params: GenerationParams = DEFAULTS,
         *,
         request_id: str | None = None,
@@ -53,23 +66,31 @@ class AsyncEngine:
         """Add a request, and return its outputs as they come.
 
         Args:
-            prompt: token ids.
+            prompt: text or token ids. The tokens of a chat are those of
+                `TextTokenizer.encode_chat`.
             params: how to continue the prompt.
             request_id: unique among active requests; default: a new one.
             priority, namespace: see `Request`.
 
         Raises:
-            RequestError, TokenError: for arguments of the wrong type or out of range. What only the
-                engine can check, such as the length, is raised by the stream.
+            RequestError, TokenError: for arguments of the wrong type or out of range, and for text
+                or stop strings without a tokenizer. What only the engine can check, such as the
+                length, is raised by the stream.
             EngineClosedError: after `close`.
             EngineFailedError: if the engine has failed.
         """
         if request_id is None:
             request_id = f"request-{next(self._names)}"
         request = params.make_request(
-            request_id, prompt, self._eos_token_ids, priority=priority, namespace=namespace
+            request_id,
+            prompt,
+            self.tokenizer,
+            self._eos_token_ids,
+            priority=priority,
+            namespace=namespace,
         )
-        return OutputStream(self, self._thread.submit(request))
+        completion = Completion(request, self.tokenizer, params.stop)
+        return OutputStream(self, self._thread.submit(request), completion)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Call a function with the engine between two steps, and return its result.
@@ -120,10 +141,10 @@ class OutputStream(AsyncIterator[GenerationOutput]):
     stream is closed or dropped before its end.
     """
 
-    def __init__(self, engine: AsyncEngine, delivery: Delivery) -> None:
+    def __init__(self, engine: AsyncEngine, delivery: Delivery, completion: Completion) -> None:
         self._engine = engine  # which is open while a stream is
         self._delivery = delivery
-        self._completion = Completion(delivery.request)
+        self._completion = completion
         self._has_ended = False
 
     @property
@@ -178,13 +199,15 @@ class OutputStream(AsyncIterator[GenerationOutput]):
             raise delivery.error
         reason = delivery.finish_reason  # first: then the number of tokens is final
         output = self._completion.take(delivery.num_tokens, reason)
-        self._has_ended = reason is not None
+        if output is not None and output.finish_reason is not None:
+            self._close()  # a stop string may end it while the engine goes on
         return output
 
     def _close(self) -> None:
         if not self._has_ended:
             self._has_ended = True
-            self.abort()
+            if self._delivery.finish_reason is None:
+                self.abort()
 
     def __del__(self) -> None:
         if hasattr(self, "_has_ended"):

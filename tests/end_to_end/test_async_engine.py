@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import subprocess
 import sys
 import threading
@@ -29,7 +30,9 @@ from radixkv.scheduler import (
     SamplingParams,
     StreamError,
 )
+from radixkv.scheduler.text import TextTokenizer
 
+from ..tokenizers import add_tokenizer
 from .conftest import assert_nothing_leaked, complete, fresh, let_copies_end
 from .test_engine import PROMPTS
 
@@ -205,6 +208,104 @@ def test_outputs_report_the_hits_of_each_tier(served):
             assert again.request_id != first.request_id
 
     asyncio.run(main())
+
+
+# Text
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    """Text for the first 340 tokens of the model; others have none."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    add_tokenizer(directory)
+    return TextTokenizer(directory)
+
+
+def test_text_comes_with_the_tokens(served, tokenizer):
+    async def main() -> None:
+        async with AsyncEngine(fresh(served[0]), tokenizer) as engine:
+            text = "".join([output.new_text async for output in engine.generate("the cache")])
+            prompt = tokenizer.encode("the cache")
+            output = await last(engine.generate(prompt))
+            assert output.text == text == tokenizer.decode(output.token_ids)
+            assert len(output.token_ids) == 256
+            assert len(text) > 20
+            messages = [{"role": "user", "content": "the cache"}]
+            chat = engine.tokenizer.encode_chat(messages) if engine.tokenizer else []
+            output = await last(engine.generate(chat, PARAMS))
+            assert output.num_prompt_tokens == len(chat)
+
+    asyncio.run(main())
+
+
+@settings(max_examples=8)
+@given(data=st.data())
+def test_a_stop_string_ends_the_text_and_the_request(served, tokenizer, data):
+    inner = fresh(served[0])
+
+    async def main() -> None:
+        async with AsyncEngine(inner, tokenizer) as engine:
+            long = await last(engine.generate("the cache", GenerationParams(max_tokens=96)))
+            start = data.draw(st.integers(0, len(long.text) - 1))
+            stop = long.text[start : start + data.draw(st.integers(1, 4))]
+            if "\N{REPLACEMENT CHARACTER}" in stop:
+                return
+            params = GenerationParams(max_tokens=96, stop=stop)
+            output = await last(engine.generate("the cache", params))
+            assert output.text == long.text[: long.text.index(stop)]
+            assert output.finish_reason == "stop"
+            used = output.token_ids
+            assert used == long.token_ids[: len(used)]
+            assert stop in tokenizer.decode(used)
+            assert stop not in tokenizer.decode(used[:-1])
+
+    asyncio.run(main())
+    assert_nothing_leaked(inner)
+
+
+def test_a_stop_string_aborts_what_the_engine_computes(served, tokenizer):
+    inner = fresh(served[0])
+    [tokens] = complete(fresh(served[0]), [tokenizer.encode("the cache")], 64)
+    text = tokenizer.decode(tokens)
+    stop = next(each for each in text if each.isalpha())
+    gate = Gate(inner)
+
+    async def main() -> None:
+        engine = AsyncEngine(inner, tokenizer)
+        stream = engine.generate("the cache", GenerationParams(max_tokens=300, stop=[stop, "zzz"]))
+        reader = asyncio.create_task(last(stream))
+        while not reader.done():
+            gate.allow(1)
+            await engine.call(lambda engine: None)
+        gate.open()
+        assert (await reader).finish_reason == "stop"
+        await engine.close()
+
+    asyncio.run(main())
+    assert inner.stats().steps < 100
+    assert_nothing_leaked(inner)
+
+
+def test_text_needs_a_tokenizer(served):
+    async def main() -> None:
+        async with AsyncEngine(fresh(served[0])) as engine:
+            text = r"^request 'a': prompt is text, but the engine has no tokenizer$"
+            with pytest.raises(RequestError, match=text):
+                engine.generate("the cache", request_id="a")
+            text = r"^request 'a': stop is \('x',\), but the engine has no tokenizer$"
+            with pytest.raises(RequestError, match=text):
+                engine.generate([1], GenerationParams(stop="x"), request_id="a")
+            output = await last(engine.generate([1], PARAMS))
+            assert (output.text, output.new_text) == ("", "")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["a", 1], b"a", None, 3])
+def test_stop_strings_that_are_none(stop):
+    text = rf"^stop must be strings that are not empty, got {re.escape(repr(stop))}$"
+    with pytest.raises(RequestError, match=text):
+        GenerationParams(stop=stop)
 
 
 # Blocks are free within a step

@@ -1,0 +1,121 @@
+"""Chat templates: the text of a conversation, as the model was trained on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import RequestError
+from ..models.errors import CheckpointFileError, MissingExtraError
+from ..models.json_fields import read_object
+from .errors import ChatTemplateError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+_TEMPLATE_FILE = "chat_template.jinja"
+_CONFIG_FILE = "tokenizer_config.json"
+
+
+class ChatTemplate:
+    """The chat template of a checkpoint, with the special tokens that it may use.
+
+    Templates are programs from the checkpoint. They run in Jinja's sandbox, which keeps them from
+    Python's internals and from changing what they are given.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Load ``chat_template.jinja``, or ``chat_template`` in tokenizer_config.json.
+
+        Raises:
+            ChatTemplateError: if there is none, or it is not a template.
+            CheckpointFileError: if tokenizer_config.json is not JSON.
+            MissingExtraError: if the library ``jinja2`` is not installed.
+        """
+        config_path, self._path = directory / _CONFIG_FILE, directory / _TEMPLATE_FILE
+        config = read_object(config_path) if config_path.exists() else {}
+        if self._path.exists():
+            source = _read(self._path)
+        else:
+            self._path = config_path
+            source = _default_template(config.get("chat_template"), config_path)
+        self._special_tokens = _special_tokens(config)
+        self._template = _compile(source, self._path)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> str:
+        """Return the text of a conversation, up to where the model's answer begins.
+
+        Args:
+            messages: each with a role and its content, as the template knows them.
+            **variables: more variables of the template, such as ``enable_thinking``.
+
+        Raises:
+            RequestError: if messages are not dictionaries, or there is none.
+            ChatTemplateError: if the template refuses them.
+        """
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        if not (is_list and messages and all(isinstance(each, Mapping) for each in messages)):
+            raise RequestError(f"messages must be dictionaries with role and content: {messages!r}")
+        names = {"add_generation_prompt": True, **self._special_tokens, **variables}
+        try:
+            return self._template.render(messages=messages, **names)
+        except Exception as error:  # whatever the template does with messages of another form
+            raise ChatTemplateError(
+                self._path, f"the chat template failed: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointFileError(path, f"cannot be read: {error}") from error
+
+
+def _default_template(entry: object, path: Path) -> str:
+    """Return the only template, or the one named "default" of several."""
+    if isinstance(entry, list):
+        named = [each for each in entry if isinstance(each, dict)]
+        entry = {each.get("name"): each.get("template") for each in named}.get("default")
+    if not isinstance(entry, str):
+        raise ChatTemplateError(path, f"no chat template, here or in {_TEMPLATE_FILE}")
+    return entry
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens by their names; a token may be an object with its content."""
+    tokens = {}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens
+
+
+def _compile(source: str, path: Path) -> Template:
+    try:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise MissingExtraError(path, "jinja2", "text") from None
+    # The environment, filter and functions that transformers gives to templates.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: object, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise ChatTemplateError(path, f"not a chat template: {error}") from error

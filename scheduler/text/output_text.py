@@ -1,0 +1,54 @@
+"""The text of an output: decoded as tokens come, and cut before the first stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .detokenizer import Detokenizer
+from .stop_strings import StopStrings
+
+
+class OutputText:
+    """The text of tokens that come one after another, up to a stop string.
+
+    Attributes:
+        text: text so far; it ends before what may be the begin of a stop string.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
+        self.text = ""
+        self._detokenizer = detokenizer
+        self._stop = StopStrings(stop)
+
+    def push(self, tokens: Sequence[int], *, is_end: bool) -> int | None:
+        """Append tokens; the result does not depend on how many come at a time.
+
+        Args:
+            tokens: the next tokens.
+            is_end: whether no other tokens follow.
+
+        Returns:
+            Number of these tokens with which the output ends, if there is a stop string.
+        """
+        detokenizer = self._detokenizer
+        if not self._stop:
+            detokenizer.push(tokens)
+        for number, token in enumerate(tokens if self._stop else (), start=1):
+            detokenizer.push([token])
+            if self._is_cut():
+                return number
+        if is_end:
+            detokenizer.finish()
+            if self._is_cut():
+                return len(tokens)
+        text = detokenizer.text
+        self.text = text if is_end else text[: len(text) - self._stop.count_held(text)]
+        return None
+
+    def _is_cut(self) -> bool:
+        """Search for a stop string, and cut the text before it."""
+        text, pending = self._detokenizer.text, self._detokenizer.pending
+        found = self._stop.find(text, pending)
+        if found is not None:
+            self.text = (text + pending)[:found]
+        return found is not None

@@ -1,0 +1,180 @@
+"""Text of tokens that come one after another, and stop strings in it."""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from radixkv.scheduler.text import Detokenizer
+from radixkv.scheduler.text.output_text import OutputText
+from radixkv.scheduler.text.stop_strings import StopStrings
+
+from ...tokenizers import TEXTS, byte_fallback, byte_level, words
+
+MAKERS = {make.__name__: functools.cache(make) for make in (byte_level, byte_fallback, words)}
+
+
+def chunks_of(tokens: list[int], cuts: list[int]) -> list[list[int]]:
+    places = sorted({0, len(tokens), *(cut % (len(tokens) + 1) for cut in cuts)})
+    return [tokens[a:b] for a, b in pairwise(places)]
+
+
+# About half of all bytes make no valid text, and some tokens are special or unknown.
+TOKENS = st.lists(st.integers(0, 400), max_size=30)
+TEXT = st.text(st.sampled_from("the cache naïve 漢字🙂\n �"), max_size=20)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@given(tokens=TOKENS, text=TEXT, cuts=st.lists(st.integers(0, 1000), max_size=20))
+def test_increments_are_the_decoding_of_all(kind, tokens, text, cuts):
+    tokenizer = MAKERS[kind]()
+    tokens = tokens + tokenizer.encode(text).ids
+    detokenizer = Detokenizer(tokenizer)
+    before = ""
+    for number, chunk in enumerate(chunks_of(tokens, cuts)):
+        detokenizer.push(chunk)
+        assert detokenizer.text.startswith(before)
+        before = detokenizer.text
+        so_far = [t for part in chunks_of(tokens, cuts)[: number + 1] for t in part]
+        shown = detokenizer.text + detokenizer.pending
+        assert tokenizer.decode(so_far).startswith(shown)
+        assert not detokenizer.pending.endswith("�")
+    detokenizer.finish()
+    assert detokenizer.text == tokenizer.decode(tokens)
+    assert detokenizer.text.startswith(before)
+    assert detokenizer.pending == ""
+
+
+LETTERS = ("ð", "Ł", "ļ", "Ģ", "!")
+"""How this tokenizer writes the four bytes of a rocket, and one more."""
+
+
+def test_a_character_is_never_given_in_halves():
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer)
+    alphabet = tokenizer.get_vocab()
+    seen = []
+    for letter in LETTERS:
+        detokenizer.push([alphabet[letter]])
+        seen.append(detokenizer.text + detokenizer.pending)
+    assert seen == ["", "", "", "🚀", "🚀!"]
+
+
+def test_byte_tokens_wait_for_the_end_of_their_run():
+    tokenizer = byte_fallback()
+    detokenizer = Detokenizer(tokenizer)
+    seen = []
+    for token in ("▁the", "<0x0A>", "<0xFF>", "a"):
+        detokenizer.push([tokenizer.get_vocab()[token]])
+        seen.append((detokenizer.text, detokenizer.pending))
+    assert seen == [("the", ""), ("the", "\n"), ("the", ""), ("the��a", "")]
+
+
+def test_special_and_unknown_tokens_have_no_text():
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer)
+    detokenizer.push([0, 1, 100_000])
+    detokenizer.finish()
+    assert detokenizer.text == ""
+
+
+def test_a_long_text_is_decoded_piece_by_piece():
+    class Counting:
+        """Counts the tokens that are decoded."""
+
+        def __init__(self, tokenizer: Tokenizer) -> None:
+            self._tokenizer = tokenizer
+            self.num_decoded = 0
+
+        def decode(self, tokens: list[int], **options: Any) -> str:
+            self.num_decoded += len(tokens)
+            return self._tokenizer.decode(tokens, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._tokenizer, name)
+
+    tokenizer = byte_level()
+    tokens = tokenizer.encode(" ".join(TEXTS * 10)).ids
+    counting = Counting(tokenizer)
+    detokenizer = Detokenizer(counting)  # type: ignore[arg-type]
+    for token in tokens:
+        detokenizer.push([token])
+    assert detokenizer.text == tokenizer.decode(tokens)
+    assert counting.num_decoded < 12 * len(tokens)
+
+
+# Stop strings
+
+
+@given(
+    parts=st.lists(st.text("ab", max_size=3), max_size=12),
+    strings=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
+    pending=st.text("ab", max_size=3),
+)
+@example(parts=["a", "b", "b"], strings=["bb"], pending="")
+def test_stop_strings_are_found_as_soon_as_they_are_there(parts, strings, pending):
+    stops = StopStrings(strings)
+    assert bool(stops) == bool(strings)
+    text = ""
+    for part in parts:
+        text += part
+        whole = text + pending
+        places = [whole.find(string) for string in strings if string in whole]
+        found = stops.find(text, pending)
+        assert found == (min(places) if places else None)
+        if places:
+            return
+        held = stops.count_held(text)
+        ends = [n for n in range(1, len(text) + 1) if any(s.startswith(text[-n:]) for s in strings)]
+        assert held == max(ends, default=0)
+
+
+# The text of an output
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@given(
+    tokens=TOKENS,
+    text=TEXT,
+    strings=st.lists(st.text("the \n", min_size=1, max_size=4), max_size=2),
+    cuts=st.lists(st.integers(0, 1000), max_size=20),
+)
+def test_the_text_ends_before_the_first_stop_string(kind, tokens, text, strings, cuts):
+    tokenizer = MAKERS[kind]()
+    tokens = tokenizer.encode(text).ids + tokens
+    expected, num_used = tokenizer.decode(tokens), None
+    for number in range(1, len(tokens) + 1):
+        so_far = tokenizer.decode(tokens[:number]).rstrip("�")
+        places = [so_far.find(string) for string in strings if string in so_far]
+        if places:
+            expected, num_used = so_far[: min(places)], number
+            break
+    output = OutputText(Detokenizer(tokenizer), strings)
+    num_pushed, before = 0, ""
+    for chunk in chunks_of(tokens, cuts) or [[]]:
+        is_end = num_pushed + len(chunk) == len(tokens)
+        used = output.push(chunk, is_end=is_end)
+        assert output.text.startswith(before) and expected.startswith(output.text)
+        before = output.text
+        if used is not None:
+            assert num_used == num_pushed + used
+            assert output.text == expected
+            return
+        num_pushed += len(chunk)
+    assert (num_used, output.text) == (None, expected)
+
+
+def test_a_stop_string_may_end_with_what_is_no_character():
+    tokenizer = byte_fallback()
+    output = OutputText(Detokenizer(tokenizer), ["a�"])
+    tokens = [tokenizer.get_vocab()[name] for name in ("▁the", "a", "<0xFF>")]
+    assert output.push(tokens, is_end=False) is None
+    assert output.text == "the"
+    assert output.push([], is_end=True) == 0
+    assert output.text == "the"

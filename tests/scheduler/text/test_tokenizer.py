@@ -1,0 +1,236 @@
+"""Tokenizers and chat templates of checkpoints, and names of models."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from radixkv.scheduler import ConfigError, RequestError
+from radixkv.scheduler.models import CheckpointFileError, MissingExtraError
+from radixkv.scheduler.text import (
+    ChatTemplateError,
+    ModelNotFoundError,
+    TextTokenizer,
+    locate_model,
+)
+
+from ...tokenizers import CHAT_TEMPLATE, add_tokenizer, byte_level
+
+MESSAGES = [
+    {"role": "system", "content": "the cache"},
+    {"role": "user", "content": 'naïve "façade"'},
+]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    add_tokenizer(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make a library impossible to import."""
+    original = builtins.__import__
+
+    def hide(library: str) -> None:
+        def find(name: str, *args: Any, **kwargs: Any) -> Any:
+            if name.split(".")[0] == library:
+                raise ImportError(name)
+            return original(name, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "__import__", find)
+
+    return hide
+
+
+def test_text_and_tokens(directory):
+    tokenizer = TextTokenizer(directory)
+    tokens = tokenizer.encode("the cache, naïve 🙂")
+    assert tokenizer.decode([0, *tokens, 1]) == "the cache, naïve 🙂"
+    detokenizer = tokenizer.detokenizer()
+    detokenizer.push(tokens)
+    assert detokenizer.text == "the cache, naïve 🙂"
+
+
+def test_no_prompt_is_truncated_or_padded(tmp_path):
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    add_tokenizer(tmp_path, tokenizer)
+    tokens = TextTokenizer(tmp_path).encode("the cache holds the keys")
+    assert tokens == byte_level().encode("the cache holds the keys").ids
+    assert 4 < len(tokens) < 64
+
+
+def test_a_chat_is_what_the_template_says(directory):
+    tokenizer = TextTokenizer(directory)
+    expected = '<s><|system|>the cache</s><|user|>naïve "façade"</s><|assistant|>'
+    encode = byte_level().encode
+    assert tokenizer.encode_chat(MESSAGES) == encode(expected, add_special_tokens=False).ids
+    assert tokenizer.encode_chat(MESSAGES, shout=True) == encode(f"{expected}!").ids
+    assert tokenizer.encode_chat(MESSAGES, add_generation_prompt=False) == (
+        encode(expected.removesuffix("<|assistant|>")).ids
+    )
+
+
+def rendered(directory: Path, template: object, **config: Any) -> str:
+    add_tokenizer(directory, chat_template=template, **config)
+    tokenizer = TextTokenizer(directory)
+    return tokenizer._template.render([{"role": "user", "content": "é"}])
+
+
+def test_templates_have_what_those_of_transformers_have(tmp_path):
+    assert rendered(tmp_path, "{{ messages | tojson }}") == '[{"role": "user", "content": "é"}]'
+    assert rendered(tmp_path, "{{ messages[0] | tojson(indent=1) }}").startswith('{\n "role"')
+    loop = "{% for m in 'abc' %}{% if m == 'b' %}{% break %}{% endif %}{{ m }}{% endfor %}"
+    assert rendered(tmp_path, loop) == "a"
+    assert re.fullmatch(r"20\d\d", rendered(tmp_path, "{{ strftime_now('%Y') }}"))
+    assert rendered(tmp_path, "{{ eos_token }}{{ pad_token }}") == "</s>"
+    several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    assert rendered(tmp_path, several) == "yes"
+
+
+def test_a_template_of_its_own_file_goes_first(directory):
+    (directory / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    assert TextTokenizer(directory)._template.render(MESSAGES) == "<s>the cache"
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (None, "no chat template, here or in chat_template.jinja"),
+        ([{"name": "tool_use", "template": "x"}], "no chat template, here or in"),
+        ("{% for %}", "not a chat template: "),
+        ("{{ raise_exception('no user') }}", "the chat template failed: TemplateError: no user"),
+        ("{{ messages.nothing.more }}", "the chat template failed: UndefinedError: "),
+        ("{{ messages.append(1) }}", "the chat template failed: SecurityError: "),
+        ("{{ ''.__class__.__mro__ }}", "the chat template failed: SecurityError: "),
+        ("{{ 1 / 0 }}", "the chat template failed: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_templates_that_fail(tmp_path, template, problem):
+    add_tokenizer(tmp_path, chat_template=template)
+    tokenizer = TextTokenizer(tmp_path)
+    path = re.escape(str(tmp_path / "tokenizer_config.json"))
+    with pytest.raises(ChatTemplateError, match=f"^{path}: {re.escape(problem)}"):
+        tokenizer.encode_chat(MESSAGES)
+
+
+def test_a_role_that_the_template_does_not_know(directory):
+    with pytest.raises(ChatTemplateError, match=r"unknown role tool$"):
+        TextTokenizer(directory).encode_chat([{"role": "tool", "content": "x"}])
+
+
+@pytest.mark.parametrize("messages", [[], "text", ["text"], {"role": "user"}, None])
+def test_messages_that_are_none(directory, messages):
+    text = f"^messages must be dictionaries with role and content: {re.escape(repr(messages))}$"
+    with pytest.raises(RequestError, match=text):
+        TextTokenizer(directory).encode_chat(messages)
+
+
+def test_prompts_that_are_no_text(directory):
+    tokenizer = TextTokenizer(directory)
+    with pytest.raises(RequestError, match=r"^a prompt must be text or token ids, got 1\.5$"):
+        tokenizer.encode(1.5)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"^the prompt is not text: 'utf-8' codec can't encode"):
+        tokenizer.encode("\ud83d")
+
+
+def test_files_that_are_missing_or_broken(tmp_path):
+    place = re.escape(str(tmp_path))
+    with pytest.raises(CheckpointFileError, match=f"^{place}: no tokenizer.json$"):
+        TextTokenizer(tmp_path)
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = TextTokenizer(tmp_path)
+    assert tokenizer.encode("the")
+    with pytest.raises(ChatTemplateError, match=r"tokenizer_config\.json: no chat template"):
+        tokenizer.encode_chat(MESSAGES)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointFileError, match=r"chat_template\.jinja: cannot be read: 'utf-8'"):
+        tokenizer.encode_chat(MESSAGES)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(CheckpointFileError, match=r"tokenizer_config\.json: "):
+        tokenizer.encode_chat(MESSAGES)
+
+
+def test_libraries_that_are_not_installed(directory, without):
+    tokenizer = TextTokenizer(directory)
+    without("jinja2")
+    with pytest.raises(MissingExtraError, match=r"'jinja2': pip install 'radixkv\[text\]'$"):
+        tokenizer.encode_chat(MESSAGES)
+    without("huggingface_hub")
+    text = r"^some/model: reading it needs the library 'huggingface_hub': pip install"
+    with pytest.raises(MissingExtraError, match=text):
+        locate_model("some/model")
+
+
+# Names
+
+
+def test_a_directory_goes_before_a_name_on_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert locate_model("owner/name") == Path("owner/name")
+    assert locate_model(tmp_path / "owner" / "name") == tmp_path / "owner" / "name"
+    with pytest.raises(ConfigError, match=r"^revision 'main' is for the hub, but owner/name is a"):
+        locate_model("owner/name", "main")
+
+
+@pytest.mark.parametrize(
+    "model", ["/no/such/model", "./model", "a/b/c", "~/model", "", Path("a/b")]
+)
+def test_what_is_no_name(model):
+    text = f"^{re.escape(str(model))}: no such directory, and not the name of a hub repository$"
+    with pytest.raises(ModelNotFoundError, match=text):
+        locate_model(model)
+
+
+def test_a_name_is_downloaded(tmp_path, monkeypatch):
+    calls = []
+
+    def download(name: str, **options: Any) -> str:
+        calls.append((name, options.pop("revision"), options.pop("allow_patterns")))
+        assert options == {}
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert locate_model("owner/name", "v1") == tmp_path
+    [(name, revision, patterns)] = calls
+    assert (name, revision) == ("owner/name", "v1")
+    assert {"config.json", "tokenizer.json", "model*.safetensors"} <= set(patterns)
+    assert not {"*", "*.bin", "*.safetensors"} & set(patterns)
+
+
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_a_name_without_a_network(tmp_path, offline):
+    program = (
+        "from radixkv.scheduler.text import locate_model, ModelNotFoundError\n"
+        "try:\n    locate_model('owner/name')\n"
+        "except ModelNotFoundError as error:\n    print(error)\n"
+    )
+    environment = {
+        "HF_ENDPOINT": "http://127.0.0.1:9",  # the discard port: nobody listens
+        "HF_HUB_OFFLINE": offline,
+        "HF_HOME": str(tmp_path),
+        "PATH": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("owner/name: no such directory, and not found on the hub: ")
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_the_template_of_these_tests_is_the_one_in_the_file(directory):
+    entries = json.loads((directory / "tokenizer_config.json").read_text())
+    assert entries["chat_template"] == CHAT_TEMPLATE
