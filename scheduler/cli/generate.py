@@ -132,7 +132,11 @@ def complete_in_process(
         "weights_revision": revision,
         "host": host_tier(arguments),
     }
-    generation = {"preempt": arguments.preempt, "reserve_tokens": reserve_tokens(arguments)}
+    generation = {
+        "preempt": arguments.preempt,
+        "reserve_tokens": reserve_tokens(arguments),
+        "depth": arguments.depth or 2,
+    }
     storages: dict[str, Storage | None] = {}
     with ExitStack() as stack:
 

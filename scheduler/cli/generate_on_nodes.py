@@ -56,6 +56,8 @@ def complete_on_nodes(
     if arguments.no_compilation_cache:
         common += ["--no-compilation-cache"]
     generation = ["--preempt", arguments.preempt, "--reserve-tokens", arguments.reserve_tokens]
+    if arguments.depth is not None:
+        generation += ["--depth", arguments.depth]
     with NodeProcesses() as processes:
         with closing(_open_gateway("127.0.0.1:0", processes.secret)) as channel:
             common += ["--gateway", channel.address]

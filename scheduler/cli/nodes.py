@@ -142,6 +142,7 @@ def _make_engine(
             transport,
             preempt=arguments.preempt,
             reserve_tokens=reserve_tokens(arguments),
+            depth=arguments.depth,
             **options,
         )
     stack.callback(engine.close)

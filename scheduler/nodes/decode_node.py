@@ -40,6 +40,7 @@ class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
         policy: Policy | None = None,
         reserve_tokens: int | None = 512,
         preempt: PreemptMode = "recompute",
+        depth: int = 2,
         host: HostConfig | None = None,
         storage: Storage | None = None,
         storage_namespace: StorageNamespace | None = None,
@@ -51,7 +52,7 @@ class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
             timing: see `DecodeScheduler`.
             num_blocks, token_budget, max_running, max_model_len: see `Engine`.
             weights_revision: name of the weights; the node refuses parts of other weights.
-            policy, reserve_tokens, preempt, host, storage, storage_namespace: see `Engine`.
+            policy, reserve_tokens, preempt, depth, host, storage, storage_namespace: see `Engine`.
 
         Raises:
             ConfigError, CountError, StorageConfigError: for invalid arguments, before anything is
@@ -70,6 +71,7 @@ class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
             preempt=preempt,
             check_request=self.check_request,
             vocab_size=model.config.vocab_size,
+            depth=depth,
         )
         runner = ModelRunner(
             model,
@@ -96,7 +98,7 @@ class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
     def _process(self, event: Event) -> None:
         match event:
             case Received(part_id):
-                self._receiver.received(event)
+                self._receiver.received(event, self._num_started)
                 self.scheduler.pulled(part_id)
             case PullFailed(part_id, _, reason):
                 self._receiver.failed(event)
@@ -108,7 +110,7 @@ class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
         Args:
             pull_info: how to pull the part, if the actions answer a SEND.
         """
-        self._receiver.release_written()
+        self._receiver.release_written(self._num_started - len(self._in_flight))
         for action in self.scheduler.take_actions():
             match action:
                 case Post(peer, message):

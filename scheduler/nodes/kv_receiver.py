@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from ..handoff import CancelPull, PartId, Pull
 from .kv_parts import KVParts
 from .transport import PullFailed, PullInfo, Received, Transport
@@ -22,7 +24,8 @@ class KVReceiver:
         self._transport = transport
         self._timeout_s = timeout_s
         self._pulls: dict[PartId, Pull] = {}
-        self._written: list[PartId] = []  # copies of these may still read staging memory
+        # Parts whose copies may still read staging memory, and how many steps began before them.
+        self._written: deque[tuple[PartId, int]] = deque()
 
     def pull(self, pull: Pull, info: PullInfo) -> None:
         """Begin to pull a part."""
@@ -34,19 +37,28 @@ class KVReceiver:
         """Cancel a pull, which still ends with an event."""
         self._transport.cancel(cancel.part_id)
 
-    def received(self, event: Received) -> None:
-        """Copy a received part into its granted blocks."""
+    def received(self, event: Received, num_started: int) -> None:
+        """Copy a received part into its granted blocks, after num_started steps in all."""
         pull = self._pulls.pop(event.part_id)
         self._kv.write(pull.blocks, event.arrays)
-        self._written.append(event.part_id)
+        self._written.append((event.part_id, num_started))
 
     def failed(self, event: PullFailed) -> None:
         """Forget a failed pull."""
         del self._pulls[event.part_id]
 
-    def release_written(self) -> None:
-        """Release the staging memory of parts whose copies have ended."""
-        if self._written and self._kv.is_idle():
-            for part_id in self._written:
-                self._transport.release(part_id)
-            self._written.clear()
+    def release_written(self, num_ended: int) -> None:
+        """Release the staging memory of parts whose copies have ended.
+
+        A copy has ended if a step that began after it has, because that step reads the same arrays.
+        While steps overlap, the arrays are never idle.
+
+        Args:
+            num_ended: number of steps that have ended.
+        """
+        while self._written:
+            part_id, num_started = self._written[0]
+            if num_ended <= num_started and not self._kv.is_idle():
+                return
+            self._written.popleft()
+            self._transport.release(part_id)

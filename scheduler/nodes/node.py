@@ -1,8 +1,9 @@
-"""Base class of the prefill and decode engines: runs one step at a time and never waits."""
+"""Base class of the prefill and decode engines: runs steps, and never waits for other nodes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -16,6 +17,7 @@ from ..handoff import AttemptKey, Message, NodeId
 from ..models import Params
 from ..prefill import PrefillScheduler
 from ..request import Request
+from ..step_plan import StepPlan
 from .kv_parts import KVParts
 from .transport import Event, PullInfo, Transport, TransportStats
 
@@ -66,7 +68,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
 
         while the node serves:
             receive(message) ...           messages of other nodes
-            poll(now)                      transport, deadlines, and one step of the model
+            poll(now)                      transport, deadlines, and the model's steps
             take_messages, take_reports    messages to other nodes and the gateway
 
     One thread calls the engine and dispatches all array work. The threads of a transport touch only
@@ -105,6 +107,8 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         self._runner = runner
         self._transport = transport
         self._kv = kv
+        self._in_flight: deque[StepPlan] = deque()
+        self._num_started = 0  # steps, with those in flight
         self._outbox: list[PeerMessage] = []
         self._reports: list[ReportT] = []
 
@@ -127,7 +131,10 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         """Process a message of another node."""
 
     def poll(self, now: float) -> bool:
-        """Process the transport's events and deadlines, and run one step if there is work.
+        """Process the transport's events and deadlines, and plan one step if there is work.
+
+        The first step in flight is read if they are as many as the scheduler's `depth`, or if
+        nothing can be planned.
 
         Args:
             now: current time of a monotonic clock, in seconds.
@@ -157,9 +164,10 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
     ) -> None:
         """Forget the KV of all tiers, and optionally switch to other weights.
 
-        Call ``scheduler.drain`` first, and `poll` until `num_open_handoffs` is 0. A decode node
-        continues its running requests with the new weights. Nodes need not be reset at the same
-        time: a node refuses parts of other weights, and the attempt is repeated.
+        Call ``scheduler.drain`` first, and `poll` until `num_open_handoffs` is 0. Steps in flight
+        are read first. A decode node continues its running requests with the new weights. Nodes
+        need not be reset at the same time: a node refuses parts of other weights, and the attempt
+        is repeated.
 
         Args:
             keep: namespaces whose published KV stays.
@@ -169,9 +177,11 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
 
         Raises:
             ConfigError: for weights of other shapes, or without a new name. Nothing changes.
-            HandoffsOpenError: if hand-offs hold blocks. Nothing changes.
+            HandoffsOpenError: if hand-offs hold blocks. Nothing else changes.
         """
         self.check_reset(params, weights_revision)
+        while self._in_flight:
+            self._read()
         self.scheduler.reset_cache(keep, weights_revision)
         if params is not None:
             self._runner.set_params(params)
@@ -225,10 +235,19 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
             self._runner.dispatch()
             return False
         plan = self.scheduler.schedule()
-        next_tokens = self._runner.step(plan)
+        self._runner.start(plan)
         if plan.chunks:
-            self.scheduler.update(plan, next_tokens)
-        return bool(plan.chunks)
+            self._in_flight.append(plan)
+            self._num_started += 1
+        has_stepped = bool(self._in_flight)
+        if has_stepped and (not plan.chunks or len(self._in_flight) == self.scheduler.depth):
+            self._read()
+        return has_stepped
+
+    def _read(self) -> None:
+        """Wait for the first step in flight, and apply its results."""
+        next_tokens = self._runner.read()
+        self.scheduler.update(self._in_flight.popleft(), next_tokens)
 
     @abstractmethod
     def _process(self, event: Event) -> None:

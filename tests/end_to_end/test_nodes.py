@@ -38,10 +38,16 @@ def check_node(stats: dict[str, Any]) -> None:
     assert transport["pulls"] == transport["received"] == transport["quarantined_bytes"] == 0
 
 
+@pytest.mark.parametrize(
+    "depth", [(), pytest.param(("--depth", 1), marks=pytest.mark.slow)], ids=["2", "1"]
+)
 def test_two_processes_give_the_tokens_of_one_engine(
-    model_dir: Callable[[str], Path], tmp_path: Path, small_outputs: list[list[int]]
+    model_dir: Callable[[str], Path],
+    tmp_path: Path,
+    small_outputs: list[list[int]],
+    depth: tuple[object, ...],
 ) -> None:
-    options = ("--disaggregate", "--device-blocks", NUM_BLOCKS)
+    options = ("--disaggregate", "--device-blocks", NUM_BLOCKS, *depth)
     results = generate(model_dir("qwen3"), tmp_path, *options)
     assert results["outputs"] == small_outputs
     stats = results["stats"]

@@ -104,6 +104,17 @@ def add_count(
     )
 
 
+def add_depth(parser: Options, default: int | None, note: str) -> None:
+    """Add --depth; the note says what the default is."""
+    add_count(
+        parser,
+        "--depth",
+        f"maximum number of steps in flight; with 1, host and device take turns ({note})",
+        default=default,
+        required=False,
+    )
+
+
 def add_dtype(parser: Options) -> None:
     """Add --dtype; its value is None if it was not given."""
     parser.add_argument(

@@ -10,6 +10,7 @@ from .common import (
     Options,
     add_compilation_cache,
     add_count,
+    add_depth,
     add_dtype,
     add_host_tier,
     add_json,
@@ -56,13 +57,7 @@ def add_parser(commands: Commands) -> None:
         "maximum number of tokens per step (default: 512, or fewer if the prompts have fewer)",
         required=False,
     )
-    add_count(
-        parser,
-        "--depth",
-        "maximum number of steps in flight; with 1, host and device take turns (default: 2; nodes "
-        "have 1)",
-        required=False,
-    )
+    add_depth(parser, None, "default: 2; prefill nodes have 1")
     parser.add_argument(
         "--no-prefix-cache", action="store_true", help="compute every token of every prompt"
     )
@@ -123,14 +118,18 @@ def check(arguments: argparse.Namespace) -> None:
     """
     check_tiers(arguments)
     check_excludes(arguments, "--no-prefix-cache", "--host-blocks", "--disaggregate")
-    check_excludes(arguments, "--disaggregate", "--depth")
     check_needs(
         arguments,
         "--disaggregate",
         *("--transport", "--prefill", "--decode", "--gateway", "--secret-file", "--timeout-s"),
     )
-    settings_of_nodes = ("--transport", "--dtype", "--device-blocks", "--host-blocks", "--storage")
-    check_excludes(arguments, "--gateway", *settings_of_nodes, hint=": give it to the nodes")
+    settings_of_nodes = ("--transport", "--dtype", "--device-blocks", "--depth")
+    check_excludes(
+        arguments,
+        "--gateway",
+        *(*settings_of_nodes, "--host-blocks", "--storage"),
+        hint=": give it to the nodes",
+    )
     if arguments.transport == "inprocess" and arguments.timeout_s is not None:
         raise BadInputError("--timeout-s cannot be combined with --transport inprocess")
     check_needs(arguments, "--gateway", "--secret-file")

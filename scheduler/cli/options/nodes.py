@@ -9,6 +9,7 @@ from .common import (
     Options,
     add_compilation_cache,
     add_count,
+    add_depth,
     add_dtype,
     add_host_tier,
     add_preempt,
@@ -49,6 +50,7 @@ def add_parser(commands: Commands) -> None:
     tiers = _add_options(decode, "decode-0")
     add_preempt(tiers)
     add_reserve_tokens(tiers)
+    add_depth(decode, 2, "default: %(default)s")
     decode.set_defaults(module="nodes", role="decode")
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from radixkv.scheduler.cli import generate_on_nodes
+from radixkv.scheduler.cli import generate_on_nodes, nodes
 from radixkv.scheduler.cli.errors import BadInputError
+from radixkv.scheduler.cli.main import build_parser
 from radixkv.scheduler.cli.nodes import make_timing
 from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.gateway.node_reporter import NodeReporter
@@ -22,6 +23,8 @@ from radixkv.scheduler.handoff.gateway_messages import GATEWAY, NodeStatus
 from radixkv.scheduler.models import load_config
 from radixkv.scheduler.nodes.channel import Secret, codec
 from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel
+from radixkv.scheduler.nodes.node import NodeEngine
+from radixkv.scheduler.nodes.processes import NodeProcesses
 from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
 
 from ...ports import reserved_port
@@ -48,6 +51,75 @@ def test_nodes_in_one_process_give_the_same_outputs(radixkv: Any, arguments: lis
         assert node["engine"]["compilations_after_warm_up"] == 0
         assert node["engine"]["cache"]["live_leases"] == 0
         assert node["transport"]["faults"] == {}
+
+
+def test_decode_nodes_have_as_many_steps_in_flight_as_the_depth(
+    radixkv: Any, arguments: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = dict.fromkeys(("PrefillEngine", "DecodeEngine"), 0)
+    read = NodeEngine._read
+
+    def spy(node: Any) -> None:
+        kind = type(node).__name__
+        most[kind] = max(most[kind], len(node._in_flight))
+        read(node)
+
+    monkeypatch.setattr(NodeEngine, "_read", spy)
+    apart = ["--disaggregate", "--transport", "inprocess", "--depth", 3]
+    run(radixkv, *arguments, *SIZE, *apart)
+    assert most == {"PrefillEngine": 1, "DecodeEngine": 3}
+
+
+class Stopped(Exception):
+    """Raised where a test has seen enough."""
+
+
+def stop(*_: object, **options: Any) -> None:
+    raise Stopped(options["depth"])
+
+
+@pytest.mark.parametrize("depth", [None, 1, 3])
+def test_a_decode_node_gets_its_depth(
+    radixkv: Any, model_dir: Path, monkeypatch: pytest.MonkeyPatch, depth: int | None
+) -> None:
+    monkeypatch.setattr(nodes, "DecodeEngine", stop)
+    sizes = ["--gateway", "127.0.0.1:9", "--device-blocks", 10]
+    given = [] if depth is None else ["--depth", depth]
+    with pytest.raises(Stopped, match=f"^{depth or 2}$"):
+        radixkv("decode-node", model_dir, *sizes, *given)
+
+
+@pytest.mark.parametrize("depth", [None, 1, 3])
+def test_started_decode_nodes_get_the_depth(
+    radixkv: Any, arguments: list[object], monkeypatch: pytest.MonkeyPatch, depth: int | None
+) -> None:
+    started: dict[str, list[str]] = {}
+
+    def start(_: object, name: str, command: str, options: list[object], environment: Any) -> None:
+        started[command] = [str(each) for each in options]
+        if command == "decode-node":
+            raise Stopped
+
+    monkeypatch.setattr(NodeProcesses, "start", start)
+    given = [] if depth is None else ["--depth", depth]
+    with pytest.raises(Stopped):
+        radixkv(*arguments, *SIZE, "--disaggregate", *given)
+    assert "--depth" not in started["prefill-node"]
+    parsed = build_parser().parse_args(["decode-node", "--name", "d", *started["decode-node"]])
+    assert parsed.depth == (depth or 2)
+
+
+@pytest.mark.parametrize("command", ["generate", "decode-node"])
+def test_a_depth_below_1_is_refused(radixkv: Any, model_dir: Path, command: str) -> None:
+    outcome = radixkv(command, model_dir, "--depth", 0)
+    assert outcome.status == 2
+    assert "argument --depth: expected an integer from 1 to 2147483647, got '0'" in outcome.stderr
+
+
+def test_a_prefill_node_has_no_depth(radixkv: Any, model_dir: Path) -> None:
+    sizes = ["--gateway", "127.0.0.1:9", "--device-blocks", 10]
+    outcome = radixkv("prefill-node", model_dir, *sizes, "--depth", 2)
+    assert outcome.status == 2 and "unrecognized arguments: --depth 2" in outcome.stderr
 
 
 def test_a_gateway_prints_the_outputs_alone(
@@ -103,10 +175,6 @@ def test_nodes_may_have_storage_and_park_there(
             "--timeout-s cannot be combined with --transport inprocess",
         ),
         (
-            ("--disaggregate", "--depth", 2),
-            "--depth cannot be combined with --disaggregate",
-        ),
-        (
             ("--disaggregate", "--no-prefix-cache"),
             "--disaggregate cannot be combined with --no-prefix-cache",
         ),
@@ -119,6 +187,7 @@ def test_nodes_may_have_storage_and_park_there(
                 ("--transport", "jax"),
                 ("--dtype", "auto"),
                 ("--device-blocks", 9),
+                ("--depth", 2),
             )
         ),
         (

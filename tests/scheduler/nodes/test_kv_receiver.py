@@ -23,10 +23,27 @@ def test_staging_memory_is_released_after_its_copies() -> None:
     transport = SimpleNamespace(pull=lambda *_, **__: None, release=released.append)
     receiver = KVReceiver(kv, transport, timeout_s=1.0)  # type: ignore[arg-type]
     receiver.pull(Pull("p", TICKET, (3, 1), 0), None)  # type: ignore[arg-type]
-    receiver.received(Received(TICKET, ("kv",)))  # type: ignore[arg-type]
-    receiver.release_written()
+    receiver.received(Received(TICKET, ("kv",)), 5)  # type: ignore[arg-type]
+    receiver.release_written(5)
     assert (written, released) == ([((3, 1), ("kv",))], [])  # a copy may still read it
     kv.is_idle = lambda: True
-    receiver.release_written()
-    receiver.release_written()
+    receiver.release_written(5)
+    receiver.release_written(5)
     assert released == [TICKET]
+
+
+def test_staging_memory_is_released_while_steps_overlap() -> None:
+    """The arrays are never idle then: a part waits for a step that began after its copy."""
+    released: list[PartId] = []
+    kv = SimpleNamespace(
+        describe=lambda num_blocks: num_blocks, write=lambda *_: None, is_idle=lambda: False
+    )
+    transport = SimpleNamespace(pull=lambda *_, **__: None, release=released.append)
+    receiver = KVReceiver(kv, transport, timeout_s=1.0)  # type: ignore[arg-type]
+    parts = [TICKET._replace(part=part) for part in range(3)]
+    for part, num_started in zip(parts, (4, 4, 6), strict=True):
+        receiver.pull(Pull("p", part, (3, 1), 0), None)  # type: ignore[arg-type]
+        receiver.received(Received(part, ("kv",)), num_started)  # type: ignore[arg-type]
+    for num_ended, expected in ((3, 0), (4, 0), (5, 2), (6, 2), (7, 3), (8, 3)):
+        receiver.release_written(num_ended)
+        assert released == parts[:expected], f"after {num_ended} steps"
