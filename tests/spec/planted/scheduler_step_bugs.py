@@ -65,6 +65,10 @@ STEP_BUGS = (
             "used = self._manager.tables.num_tokens[rows] % self._manager.block_size\n"
             "                self._manager.extend_batch(rows[used > 0])",
         ),
+        (
+            "self._manager.tables.num_tokens[rows] - 1",
+            "np.array([request.num_scheduled for request in decoding], np.int32)",
+        ),
         seen_in="FastDeploy v1: allocate returns nothing and the request runs",
     ),
     bug(
