@@ -7,6 +7,7 @@ block 0 is a padding sink, whose contents are undefined. There is one folder per
 
 from .argument_checks import KernelArgumentError
 from .attention_backend import AttentionBackend, attention_backend
+from .backends import compiler_options
 from .block_copy import copy_blocks, gather_blocks, scatter_blocks
 from .kv_write import kv_write
 from .merge_states import merge_attention_states
@@ -19,6 +20,7 @@ __all__ = [
     "KernelArgumentError",
     "attention_backend",
     "checked",
+    "compiler_options",
     "copy_blocks",
     "gather_blocks",
     "kv_write",

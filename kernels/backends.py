@@ -19,6 +19,7 @@ from .argument_checks import KernelArgumentError
 Backend = Literal["mosaic", "xla"]
 
 MOSAIC_CAPABILITY = "9.0"
+_COPIES_BFLOAT16 = jax.__version_info__ < (0, 11, 0)
 _HOPPER = re.compile(r"\b(GH200|H20|H100|H200|H800)\b")
 
 
@@ -53,6 +54,17 @@ def target_device() -> TargetDevice:
     capability = getattr(device, "compute_capability", None)
     cores = getattr(device, "core_count", None) or 1
     return TargetDevice(device.device_kind, capability, cores, device.platform)
+
+
+def compiler_options() -> dict[str, str | bool] | None:
+    """Return the options with which to compile programs that write pools, for the target device.
+
+    On CPUs, JAX 0.10 has no bfloat16 scatter. A pass of its XLA replaces it by one in float32, so
+    every write converts the whole pool, twice. Without this pass, the scatter is done in place.
+    """
+    if _COPIES_BFLOAT16 and target_device().platform == "cpu":
+        return {"xla_disable_hlo_passes": "float-normalization-bf16"}
+    return None
 
 
 def why_not_mosaic(unsupported: str | None) -> str | None:

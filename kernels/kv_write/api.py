@@ -32,7 +32,8 @@ def kv_write(
 
         slot = block * block_size + offset   ->   pool[block, :, offset, :]
 
-    JAX 0.10 has no bfloat16 scatter on CPUs: whole bfloat16 pools are converted and copied there.
+    JAX 0.10 has no bfloat16 scatter on CPUs: whole bfloat16 pools are converted and copied there,
+    unless the program is compiled with `radixkv.kernels.compiler_options()`, as in an engine.
 
     Args:
         k_new: Keys. They are cast to the pools' dtype, or divided by their scale, rounded and

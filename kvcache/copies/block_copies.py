@@ -12,7 +12,7 @@ import numpy as np
 from jax.stages import Compiled
 from jaxtyping import Array, Float, Int32, Shaped
 
-from ...kernels import copy_blocks, gather_blocks, scatter_blocks
+from ...kernels import compiler_options, copy_blocks, gather_blocks, scatter_blocks
 from ..tokens import Int32Array, as_count
 from .block_arrays import BlockArrays
 from .host_arrays import check_block_ids
@@ -203,10 +203,12 @@ def _compiled(
     staging = (_aval((size, *shape[1:]), dtype),) * num_pools
     ids = _aval((size,), np.dtype(np.int32))
     if copy is _gather:
-        return jax.jit(_gather).lower(pools, ids).compile()
-    if copy is _scatter:
-        return jax.jit(_scatter, donate_argnums=0).lower(pools, staging, ids).compile()
-    return jax.jit(_copy, donate_argnums=0).lower(pools, ids, ids).compile()
+        lowered = jax.jit(_gather).lower(pools, ids)
+    elif copy is _scatter:
+        lowered = jax.jit(_scatter, donate_argnums=0).lower(pools, staging, ids)
+    else:
+        lowered = jax.jit(_copy, donate_argnums=0).lower(pools, ids, ids)
+    return lowered.compile(compiler_options())
 
 
 def _aval(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:

@@ -30,6 +30,7 @@ from jax import lax
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Float, Int32
 
+from ...kernels import compiler_options
 from ...kernels.backends import target_device
 from ...kvcache import BlockArrays, Int32Array
 from ..models import Batch, LayerParams, Linear, Model, ModelConfig, Params, forward
@@ -142,11 +143,13 @@ class Programs:
 
 def _compile(lowerings: Mapping[Any, Callable[[], Lowered]]) -> dict[Any, Compiled]:
     """Compile programs in parallel. They are lowered on this thread, because that holds the GIL."""
-    programs, total = {}, len(lowerings)
+    programs, total, options = {}, len(lowerings), compiler_options()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         try:
             _log.info("compiling 1 of %d programs", total)
-            futures = {pool.submit(lower().compile): key for key, lower in lowerings.items()}
+            futures = {
+                pool.submit(lower().compile, options): key for key, lower in lowerings.items()
+            }
             for number, future in enumerate(as_completed(futures), start=2):
                 programs[futures[future]] = future.result()
                 if number <= total:

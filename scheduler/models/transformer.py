@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from ...kernels import kv_write, paged_decode, paged_extend
+from ...kernels.backends import target_device
 from .config import ModelConfig
 from .rope import rope_tables, rotate
 
@@ -189,14 +190,20 @@ def linear(layer: Linear, x: Float[Array, "rows in"]) -> Float[Array, "rows out"
 
 
 def _matmul(weight: Float[Array, "out in"], x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
-    # Without HIGHEST, GPUs multiply float32 as TF32, with 10 bits of mantissa.
-    return jnp.einsum(
+    num_rows = len(x)
+    if num_rows == 1 and x.dtype == jnp.bfloat16 and target_device().platform == "cpu":
+        # For a single row, XLA on CPU converts the matrix to float32, which takes ten times as
+        # long as the product of two.
+        x = jnp.pad(x, ((0, 1), (0, 0)))
+    product = jnp.einsum(
         "ri,oi->ro",
         x,
         weight,
+        # Without HIGHEST, GPUs multiply float32 as TF32, with 10 bits of mantissa.
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
+    return product[:num_rows]
 
 
 def _project_qkv(

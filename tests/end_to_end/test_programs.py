@@ -64,6 +64,18 @@ def test_layer_by_layer_writes_in_place(by_layer):
     assert [pool.unsafe_buffer_pointer() for pool in after] == places
 
 
+@pytest.mark.parametrize("num_layers", [1, 5], ids=["unrolled", "layer by layer"])
+def test_no_step_copies_a_pool_of_bfloat16(tmp_path, num_layers):
+    make_tiny_checkpoint(tmp_path, overrides={"num_hidden_layers": num_layers})
+    sizes = {**SIZES, "num_blocks": 2**14}
+    runner = Engine(load_model(tmp_path, "bfloat16"), **sizes)._runner
+    pool = runner.arrays.keys[0]
+    assert pool.dtype.name == "bfloat16"
+    compiled = runner._programs._programs.values()
+    analyses: list[Any] = [each.memory_analysis() for each in compiled]
+    assert max(each.temp_size_in_bytes for each in analyses) < pool.nbytes / 2
+
+
 @pytest.mark.parametrize(("num_layers", "is_by_layer"), [(4, False), (5, True)])
 def test_a_cpu_runs_deep_models_layer_by_layer(tmp_path, caplog, num_layers, is_by_layer):
     """The number of programs does not depend on how deep they are."""
@@ -123,7 +135,7 @@ class _Lowered:
         self._error = error
         self._may_end = may_end
 
-    def compile(self) -> str:
+    def compile(self, compiler_options: dict[str, str | bool] | None) -> str:
         if self._error is not None:
             raise self._error
         assert self._may_end.wait(60.0)
@@ -160,7 +172,7 @@ def test_programs_are_compiled_in_parallel(monkeypatch):
     second = threading.Event()
 
     class Second:
-        def compile(self) -> str:
+        def compile(self, compiler_options: dict[str, str | bool] | None) -> str:
             second.set()
             return "second"
 

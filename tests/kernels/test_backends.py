@@ -6,7 +6,7 @@ import sys
 import jax
 import pytest
 
-from radixkv.kernels import KernelArgumentError, attention_backend, backends
+from radixkv.kernels import KernelArgumentError, attention_backend, backends, compiler_options
 from radixkv.kernels.backends import choose_backend, target_device
 
 from .lowering import H100, on_h100, shaped
@@ -25,6 +25,11 @@ class TestTarget:
         for device in (cpu, "cpu"):
             with jax.default_device(device):
                 assert target_device() == (cpu.device_kind, None, 1, "cpu")
+
+
+def test_compiler_options_are_only_for_cpus():
+    with on_h100():
+        assert compiler_options() is None
 
 
 class TestChoose:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.kernels import KernelArgumentError, kv_write
+from radixkv.kernels import KernelArgumentError, compiler_options, kv_write
 
 from .problems import int32
 
@@ -99,3 +99,14 @@ class TestKvWrite:
         with pytest.raises(KernelArgumentError) as refusal:
             self.write(**arguments)
         assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_write_needs_no_copy_of_a_pool(dtype):
+    pool = jax.ShapeDtypeStruct((1025, *SHAPE[1:]), dtype)
+    new = jax.ShapeDtypeStruct((3, SHAPE[1], SHAPE[3]), dtype)
+    slots = jax.ShapeDtypeStruct((3,), "int32")
+    lowered = jax.jit(kv_write, donate_argnums=(3, 4)).lower(new, new, slots, pool, pool)
+    memory = lowered.compile(compiler_options()).memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < pool.size * pool.dtype.itemsize / 16

@@ -93,3 +93,13 @@ def test_pieces_cover_all_blocks_once_and_in_order():
             length = piece.stop - piece.start
             assert length <= size < 2 * length and size in (1, 2, 4, 8)
     assert bench.driver.close(timeout_s=LONG_S)
+
+
+def test_a_write_to_pools_of_bfloat16_copies_none_of_them():
+    shape = {"num_layers": 1, "kv_heads": 1, "block_size": 16, "head_dim": 16}
+    arrays = BlockArrays.zeros(num_blocks=4096, dtype=jnp.dtype("bfloat16"), **shape)
+    copies = BlockCopies(arrays, 1, ("scatter", "copy"))
+    for kind in (pinning._scatter, pinning._copy):
+        memory = copies._program(kind, 1).memory_analysis()
+        assert memory is not None
+        assert memory.temp_size_in_bytes < arrays.keys[0].nbytes / 16
