@@ -58,6 +58,7 @@ class CacheAdapter:
         self.ended: list[Any] = []  # last leases that were released, or ended by a reset
         self.matches: dict[str, tuple[Any, Lent]] = {}
         self._matched: dict[str, list[int]] = {}  # the tokens of these matches, as they must stay
+        self.steps_begun = self.steps_ended = 0
         self._refusal = (0, 0)
         self._has_misused = False
         self._events: Events | None = None
@@ -163,6 +164,16 @@ class CacheAdapter:
         number: int = self.manager.available
         return number
 
+    def begin_step(self) -> None:
+        """Begin a step that reads the block tables as they are now."""
+        self.steps_begun += 1
+        self.manager.begin_step()
+
+    def end_step(self) -> None:
+        """End the first step in flight."""
+        self.steps_ended += 1
+        self.manager.end_step()
+
     def evict(self, num_blocks: int) -> int:
         """Evict idle blocks, and return how many."""
         number: int = self.manager.evict(num_blocks)
@@ -172,6 +183,7 @@ class CacheAdapter:
         """Reset the cache, which ends all leases."""
         epoch = self.manager.epoch
         assert self.manager.reset() == epoch + 1 == self.manager.epoch, "a reset begins an epoch"
+        self.steps_ended = self.steps_begun
         self.ended = [*self.ended, *self.leases.values()][-3:]
         self.leases.clear()
         if self._events is not None:
@@ -195,7 +207,7 @@ class CacheAdapter:
     def report_to(self, events: Events) -> None:
         """Report events from now on, by wrapping methods of pool and tree."""
         self._events = events
-        pool, tree = self.manager._pool, self.manager._tree
+        manager, pool, tree = self.manager, self.manager._pool, self.manager._tree
 
         # Call the methods of the class: after a reset, those of the pool are already wrapped.
         def watched_recycle(ids: np.ndarray) -> None:
@@ -211,6 +223,12 @@ class CacheAdapter:
             events.published(self.publisher, np.frombuffer(device_blocks, np.int32).tolist())
             return type(tree).append(tree, node, tokens, device_blocks)
 
+        def watched_replace(blocks: np.ndarray) -> None:
+            if self.steps_begun > self.steps_ended:
+                events.replaced(self.publisher, blocks.tolist())
+            type(manager)._recycle_replaced(manager, blocks)
+
+        manager._recycle_replaced = watched_replace
         pool.recycle, tree.evict, tree.append = watched_recycle, watched_evict, watched_append
 
     def _report_new(self, name: str, held: int) -> None:

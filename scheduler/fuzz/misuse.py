@@ -94,6 +94,9 @@ def _independent_calls(adapter: CacheUnderTest) -> Iterator[Call]:
         text = f"CountError: num_blocks must be an integer, got {count}"
         yield R5, text, partial(manager.evict, count)
     yield R5, "", lambda: manager.evict(np.int64(0))
+    if adapter.steps_begun == adapter.steps_ended:
+        text = f"StepError: a step ends, and all {adapter.steps_begun} that began have ended"
+        yield R5, text, manager.end_step
     several: Any
     for several in (b"tenant", "tenant", 5, ["tenant"]):
         text = "NamespaceError: keep must be a list of namespaces, each of them bytes"

@@ -13,6 +13,8 @@ class CacheUnderTest(Protocol):
     manager: Any
     leases: dict[str, Any]
     ended: list[Any]
+    steps_begun: int
+    steps_ended: int
 
 
 class TiersUnderTest(CacheUnderTest, Protocol):

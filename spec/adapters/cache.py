@@ -64,6 +64,13 @@ class Events(Protocol):
     def evicted(self, blocks: Sequence[int]) -> None:
         """Published blocks left the cache; the same call allocates or frees them."""
 
+    def replaced(self, name: str, blocks: Sequence[int]) -> None:
+        """Duplicates in the table of a request were replaced by the published blocks.
+
+        They are not free yet, because steps in flight may read them: ``freed`` reports them when
+        the last of these steps has ended. Only for a manager with ``begin_step`` and ``end_step``.
+        """
+
     def freed(self, blocks: Sequence[int]) -> None:
         """Evicted blocks became free, or blocks of a request that are not published.
 
@@ -108,9 +115,11 @@ The adapter has the methods of `Manager`. It may also have ``evict(num_blocks) -
 ``reset()``, ``match(name, tokens, namespace) -> int`` (a match that the next ``admit`` of that
 name uses), ``append_batch(names) -> bool`` (one token each), ``promises``, ``report_to(events)``
 for depth ``events``, ``snapshot()`` for depth ``full``, ``refusal() -> (needed, available)`` of the
-last refusal, ``misuse(kind, name)``, which makes a wrong call and checks that it is refused, and
-``check()`` for the manager's own invariants, and ``size() -> int``, the number of references that
-the manager holds: see ``radixkv.spec.adapters.references.count_references``.
+last refusal, ``begin_step()`` (a step was dispatched that reads the block tables as they are now)
+and ``end_step()`` (the first step in flight has ended), ``misuse(kind, name)``, which makes a wrong
+call and checks that it is refused, and ``check()`` for the manager's own invariants, and
+``size() -> int``, the number of references that the manager holds: see
+``radixkv.spec.adapters.references.count_references``.
 
 The factory itself, a function or a class, may have ``block_sizes`` and ``pool_sizes``: the block
 sizes and numbers of blocks to choose from, if the manager does not have all of them.

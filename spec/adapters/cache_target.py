@@ -51,7 +51,7 @@ class Target:
         if not isinstance(self.promises, Promises):
             raise AdapterError(f"promises must be radixkv.spec.Promises, got {self.promises!r}")
         optional = ("match", "append_batch", "evict", "reset", "misuse", "check", "refusal",
-                    "size")  # fmt: skip
+                    "size", "begin_step", "end_step")  # fmt: skip
         self.can = {name for name in optional if callable(getattr(self._adapter, name, None))}
         self._new_size = self._size() if depth == "api" else 0
 
@@ -138,7 +138,7 @@ class Target:
         """Return the complete state of the manager."""
         return self._ask(Snapshot, "a radixkv.spec.Snapshot", "snapshot")
 
-    def run(self, method: Literal["reset", "check"]) -> None:
+    def run(self, method: Literal["reset", "check", "begin_step", "end_step"]) -> None:
         """Call a method without arguments or result."""
         self._call(method)
 

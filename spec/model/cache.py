@@ -33,9 +33,10 @@ CACHED: Final = "the cache"
 EVICTED: Final = "evicted"  # by the current call, not yet allocated or freed
 LEFT: Final = "an ended request"  # of a manager that frees lazily, to be freed by a later call
 RESET: Final = "the reset"
+IN_FLIGHT: Final = "a step in flight"  # of a duplicate that it may read; no request has it
 
 Owner: TypeAlias = str
-"""FREE, CACHED, EVICTED, LEFT, or the name of a request."""
+"""FREE, CACHED, EVICTED, LEFT, IN_FLIGHT, or the name of a request."""
 
 
 @dataclass(slots=True)
@@ -93,6 +94,7 @@ class CacheModel:
         owner: the owner of each block that was ever allocated.
         cached: the published blocks.
         copies: the blocks of each published prefix; one, if the manager promises `one_copy`.
+        flights: the blocks that each step in flight may read, in the order of the steps.
         situations: how often each situation of interest occurred.
         actor: the request of the current call.
         ending: whether the current call ends the actor.
@@ -109,6 +111,7 @@ class CacheModel:
         self.cached: dict[int, Published] = {}
         self.copies: dict[Tag, list[int]] = {}
         self.holdings: dict[str, Holding] = {}
+        self.flights: list[set[int]] = []
         self.clock = 0
         self.needed = 0
         self.wanted: Sequence[Tag] = ()
@@ -226,7 +229,20 @@ class CacheModel:
         self.cached.clear()
         self.copies.clear()
         self.holdings.clear()
+        self.flights.clear()
         self.num_free = self.num_blocks
+
+    # Steps in flight
+
+    def begin_step(self) -> None:
+        """A step begins; until it ends, it may read the block tables as they are now."""
+        self.flights.append(self.in_use())
+
+    def end_step(self) -> None:
+        """The first step in flight ends; the call frees what no other one may read."""
+        ended = self.flights.pop(0).difference(*self.flights)
+        kept = [block for block in ended if self.owner.get(block) == IN_FLIGHT]
+        self.owner.update(dict.fromkeys(kept, EVICTED))
 
     # Events
 
@@ -237,6 +253,8 @@ class CacheModel:
             require(owner in (FREE, EVICTED), rules.A1, why, block, name, owner)
             self.num_free -= owner == FREE
             self.owner[block] = name
+            for step in self.flights:  # of the former owner, which has ended
+                step.discard(block)
             there, why = len(self.owner), "block {} is one more than the {} of the pool"
             require(there <= self.num_blocks, rules.A2, why, block, self.num_blocks)
         self.holdings[name].table += blocks
@@ -325,10 +343,26 @@ class CacheModel:
                 self._withdraw(block)
             elif owner not in (EVICTED, LEFT) and (self.actor != RESET or owner == FREE):
                 why = "block {} is freed by {!r}, but belongs to {}"
-                require(owner == self.actor, rules.F1, why, block, self.actor, owner)
+                require(owner in (self.actor, IN_FLIGHT), rules.F1, why, block, self.actor, owner)
+                is_read = not self.ending and any(block in step for step in self.flights)
+                why = "block {} is freed, and a step in flight may read it"
+                require(not is_read, rules.F6, why, block)
                 self._give_back(block)
             self.owner[block] = FREE
             self.num_free += 1
+
+    def replaced(self, name: str, blocks: Sequence[int]) -> None:
+        """Duplicates of a request were replaced; they are freed after the steps in flight."""
+        for block in blocks:
+            owner, why = (
+                self.owner.get(block, FREE),
+                "block {} of {} is replaced, but belongs to {}",
+            )
+            require(owner == name, rules.F1, why, block, name, owner)
+            self._give_back(block)
+            self.owner[block] = IN_FLIGHT if self.flights else EVICTED
+            for step in self.flights[-1:]:  # the manager may not know which steps read it
+                step.add(block)
 
     def _give_back(self, block: int) -> None:
         holding = self.holdings[self.actor]

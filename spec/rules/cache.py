@@ -119,6 +119,10 @@ F5: Final = rule(
     "F5 allocate-exact-count",
     "An allocation of n blocks returns n distinct free ids, or changes nothing.",
 )
+F6: Final = rule(
+    "F6 step-in-flight-keeps-duplicates",
+    "A duplicate that a step in flight may read is freed only after the step has ended.",
+)
 
 # R: leases, their end, resets and misuse
 

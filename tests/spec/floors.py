@@ -18,6 +18,7 @@ CACHE_FLOORS: Final = {
     "publication repeated": 1_900,
     "duplicate of a held copy": 550,
     "duplicate of an unheld copy": 270,
+    "duplicate beside a step in flight": 220,
     "evicted next to a used block": 420,
     "evicted several": 3_000,
     "evicted the tail of a path": 1_500,

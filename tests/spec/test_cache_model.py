@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from radixkv.spec.model.cache import FREE, LEFT, RESET, CacheModel, Holding
+from radixkv.spec.model.cache import EVICTED, FREE, IN_FLIGHT, LEFT, RESET, CacheModel, Holding
 from radixkv.spec.model.promises import Promises
 from radixkv.spec.rules.rule import Violation
 
@@ -120,3 +120,62 @@ def test_a_reset_may_report_what_it_frees_once() -> None:
     assert code(model.freed, [0]) == "F1"
     model.reset()
     assert model.available() == 6
+
+
+def test_a_duplicate_belongs_to_the_steps_in_flight() -> None:
+    model = running(Promises.all(), "r1", "r2")
+    model.published("r1", [0, 1])
+    model.actor = "r2"
+    for _ in range(2):
+        model.begin_step()
+    model.replaced("r2", [2])
+    assert model.owner[2] == IN_FLIGHT and model.holdings["r2"].table == [0, 3]
+    assert code(model.freed, [2]) == "F6"
+    assert code(model.allocated, "r1", [2]) == "A1"
+    assert code(model.freed, [3]) == "F6"  # a duplicate too, and not even reported as replaced
+    model.end_step()
+    assert code(model.freed, [2]) == "F6"
+    model.settled()
+    model.end_step()
+    assert code(model.settled) == "S1"
+    model.freed([2])
+    model.settled()
+    assert model.num_free == 3
+
+
+def test_a_duplicate_beside_no_step_is_freed_at_once() -> None:
+    model = running(Promises.all(), "r1", "r2")
+    model.published("r1", [0, 1])
+    model.actor = "r2"
+    assert code(model.replaced, "r1", [2]) == "F1"
+    model.replaced("r2", [2])
+    assert model.owner[2] == EVICTED and code(model.settled) == "S1"
+
+
+def test_a_duplicate_that_no_step_read_may_be_freed_or_kept() -> None:
+    for keeps in (False, True):
+        model = running(Promises.all(), "r1")
+        model.published("r1", [0, 1])
+        model.begin_step()
+        model.arrive("r2", Holding([1, 2], ROOT), [], 2)
+        model.allocated("r2", [2])  # after the step began: its table does not name it
+        model.hit("r2", 0)
+        if keeps:
+            model.replaced("r2", [2])
+            assert code(model.freed, [2]) == "F6"
+            model.end_step()
+        model.freed([2])
+        model.settled()
+
+
+def test_a_request_that_ends_needs_no_step_in_flight() -> None:
+    model = running(Promises.all(), "r1", "r2")
+    model.begin_step()
+    model.actor, model.ending = "r1", True
+    model.freed([0, 1])
+    model.release("r1")
+    model.ending = False
+    model.allocated("r2", [0])
+    assert model.flights == [{1, 2, 3}]
+    model.reset()
+    assert model.flights == []

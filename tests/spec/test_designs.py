@@ -14,10 +14,11 @@ from ..profiles import PROFILE
 from .designs.bugs import DESIGN_BUGS, Bug, planted
 from .designs.hashed import Dictionary, Hashed, LastCopy, PrivateCopy
 from .designs.radix import LazySGLang, LightLLM, MiniSGLang, SGLang
-from .designs.trie import LMDeploy
+from .designs.trie import Ahead, LMDeploy
 
 DESIGNS = [
     Dictionary, Hashed, LastCopy, PrivateCopy, SGLang, MiniSGLang, LightLLM, LazySGLang, LMDeploy,
+    Ahead,
 ]  # fmt: skip
 
 LONG_STEPS = 1_000_000 if PROFILE == "nightly" else 100_000

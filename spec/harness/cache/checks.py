@@ -51,7 +51,8 @@ def _check_available(world: CacheState) -> None:
     running, num_blocks = world.running(), world.config["num_blocks"]
     held = {block for request in running for block in request.table}
     found, most = world.target.available(), num_blocks - len(held)
-    exactly = world.promises.counts_available  # all blocks that no request holds
+    # Exactly the blocks that no request holds, but for duplicates that steps in flight may read.
+    exactly = world.promises.counts_available and not world.flights
     if 0 <= found <= most and (found == most or not exactly):
         return
     limit = "" if exactly else "at most "

@@ -59,8 +59,8 @@ def _complete(world: CacheState, name: str, failing: bool) -> bool:
         return False
     late_to_run = job.has_run
     world.stream.run_through(job, failing and not late_to_run)
-    request = world.requests.get(job.request)
-    if request is None or request.state != "running" or request.admission != job.admission:
+    request = _request_of(world, job)
+    if request is None:
         world.situations["late completion"] += 1
         return True
     request.job = ""
@@ -69,6 +69,40 @@ def _complete(world: CacheState, name: str, failing: bool) -> bool:
         return True
     request.written = job.end
     _publish(world, request, job.end)
+    return True
+
+
+def _request_of(world: CacheState, job: Job) -> Request | None:
+    """The request of a step in flight, unless it has lost its blocks since."""
+    request = world.get(job.request, "running")
+    return request if request is not None and request.admission == job.admission else None
+
+
+def begin_step(world: CacheState) -> bool:
+    """Begin a step that may read, until it ends, all that is written through the present tables."""
+    if "begin_step" not in world.target.can:
+        return False
+    table_of = world.target.block_table
+    world.flights.append([
+        Job(each.name, each.admission, table_of(each.name), each.tags[: each.written], [])
+        for each in world.running()
+    ])  # fmt: skip
+    world.target.run("begin_step")
+    if world.model is not None:
+        world.model.begin_step()
+    return True
+
+
+def end_step(world: CacheState) -> bool:
+    """End the first of these steps: it still finds all that it reads."""
+    if not world.flights:
+        return False
+    for job in world.flights.pop(0):
+        if _request_of(world, job) is not None:
+            world.device.read(job.request, job.table, job.reads)
+    if world.model is not None:
+        world.model.end_step()
+    world.target.run("end_step")
     return True
 
 
@@ -124,6 +158,7 @@ def _count_duplicates(world: CacheState, model: CacheModel, holding: Holding, la
         return
     tag = holding.path[len(holding.shared)]
     if tag in model.copies:
+        world.situations["duplicate beside a step in flight"] += bool(world.flights)
         held = not model.in_use().isdisjoint(model.copies[tag])
         world.situations["duplicate of a held copy" if held else "duplicate of an unheld copy"] += 1
 

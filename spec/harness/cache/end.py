@@ -6,7 +6,7 @@ from ...model.cache import RESET
 from ...rules import cache as rules
 from ...rules.rule import require
 from .admit import admit
-from .compute import done, forward
+from .compute import done, end_step, forward
 from .requests import PROBE, Request
 from .state import CacheState
 
@@ -75,6 +75,7 @@ def reset(world: CacheState) -> bool:
     for request in running:
         request.stop()
     world.written.clear()
+    world.flights.clear()
     found = world.target.available()
     require(found == world.config["num_blocks"], rules.R4, "{} available after a reset", found)
     return True
@@ -101,6 +102,8 @@ def drain(world: CacheState) -> bool:
     """Let all requests compute and end; then every block must be available and usable."""
     for name in list(world.jobs):
         done(world, name)
+    while end_step(world):
+        pass
     for request in world.running():
         if request.written < len(request.tokens):
             forward(world, request.name, len(request.tokens))

@@ -7,9 +7,9 @@ from typing import Any, Final
 from ..engine import Below
 from ..operations import ALWAYS, Groups, Operation, Table, name_drawn, number
 from .admit import admit, match, submit
-from .compute import again, append, append_batch, done, fail, forward, launch
+from .compute import again, append, append_batch, begin_step, done, end_step, fail, forward, launch
 from .end import check, drain, evict, finish, misuse, preempt, reset
-from .requests import MAX_WAITING, NAMESPACES, TOKENS, draw_prompt
+from .requests import MAX_FLIGHTS, MAX_WAITING, NAMESPACES, TOKENS, draw_prompt
 from .serve import serve
 from .state import CacheState
 
@@ -43,6 +43,8 @@ def groups(world: CacheState) -> Groups:
         "to grow": ready,
         "in flight": list(world.jobs),
         "misuse": [*running[:1], ""],
+        "can begin": [""] if len(world.flights) < MAX_FLIGHTS else [],
+        "steps": [""] if world.flights else [],
     }
 
 
@@ -140,6 +142,8 @@ CACHE_TABLE: Final[Table[CacheState]] = Table(groups, [
               needs="misuse"),
     Operation("check", check, 2, needs="check"),
     Operation("drain", drain, 2),
+    Operation("begin_step", begin_step, 6, "can begin", needs="begin_step"),
+    Operation("end_step", end_step, 6, "steps", needs="end_step"),
     Operation("serve", serve, 1, "serial",
               {"name": new_name, "prompt": prompt, "namespace": namespace}),
 ])  # fmt: skip

@@ -15,6 +15,7 @@ State: TypeAlias = Literal["waiting", "running", "ended"]
 NAMESPACES: Final = (b"", b"tenant")
 PROBE: Final = b"a namespace of nobody"
 MAX_WAITING: Final = 3
+MAX_FLIGHTS: Final = 3
 
 TOKENS: Final = (0, 1 << 16, 3)
 """Few tokens, so that prefixes are shared; two of them have equal low 16 bits."""

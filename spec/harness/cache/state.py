@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ...adapters.cache import AdapterError, Factory
 from ...adapters.cache_target import Depth, Target
-from ...model.cache import CacheModel
+from ...model.cache import IN_FLIGHT, CacheModel
 from ...model.device import Device
 from ...model.ghost import Tag, first_tag, next_tag
 from ...model.two_tier_law import Lru
@@ -21,7 +21,8 @@ class CacheState:
 
     Attributes:
         requests: waiting and running requests, by name; `past` has all requests ever.
-        jobs: steps in flight, by name.
+        jobs: steps in flight that compute a request, by name.
+        flights: steps in flight that read all requests: what each of them reads, in order.
         model: the model; None at depth ``api``, where nothing is reported.
         demand: blocks requested so far; up to the pool's size, nothing can have been evicted.
         num_served: number of steps that served a request alone; `lru` has the last used blocks of
@@ -43,6 +44,7 @@ class CacheState:
         self.requests: dict[str, Request] = {}
         self.past: list[Request] = []
         self.jobs: dict[str, Job] = {}
+        self.flights: list[list[Job]] = []
         self.written: set[Tag] = set()
         self.demand = self.num_steps = self.num_served = 0
         self.lru = Lru(config["num_blocks"])
@@ -90,6 +92,7 @@ class CacheState:
         assert self.model is not None, "counts are checked where events are reported"
         model = self.model
         private = sum(len(holding.table) - len(holding.tags) for holding in model.holdings.values())
+        private += sum(owner == IN_FLIGHT for owner in model.owner.values())
         return {
             "num_blocks": self.config["num_blocks"],
             "free_blocks": model.num_free,

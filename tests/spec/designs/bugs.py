@@ -21,7 +21,10 @@ class Bug(NamedTuple):
     seen_in: str = "own"
 
 
-FILES = {"hashed": ("Hashed", "LastCopy", "PrivateCopy", "Dictionary"), "trie": ("LMDeploy",)}
+FILES = {
+    "hashed": ("Hashed", "LastCopy", "PrivateCopy", "Dictionary"),
+    "trie": ("LMDeploy", "Ahead"),
+}
 
 DESIGN_BUGS = (
     # nano-vllm, vLLM
@@ -115,7 +118,7 @@ DESIGN_BUGS = (
     Bug("a reference of several is lost", "LMDeploy",
         "        for block in found:\n            self.refs[block] += 1",
         "        for block in found[1:]:\n            self.refs[block] += 1"),
-    Bug("duplicates are not freed", "LMDeploy", "                self.unref([block])\n", ""),
+    Bug("duplicates are not freed", "LMDeploy", "                self.give_up(name, block)\n", ""),
     Bug("adapters share a root", "LMDeploy", "self.roots.setdefault(namespace,",
         'self.roots.setdefault(b"",'),
     Bug("inner blocks are evicted", "LMDeploy",
@@ -124,6 +127,12 @@ DESIGN_BUGS = (
         "events"),
     Bug("an eviction takes one more", "LMDeploy", "self.evict(short - len(self.free))",
         "self.evict(short - len(self.free) + 1)", "events"),
+    # The same, with steps in flight
+    Bug("a duplicate is freed beside a step in flight", "Ahead", "if self.is_read(block):",
+        "if False:", "events", seen_in="vLLM PR 45357"),
+    Bug("the end of a step frees what others may read", "Ahead",
+        "in self.kept if not self.is_read(block)]", "in self.kept]", "events"),
+    Bug("a duplicate is kept for ever", "Ahead", "        self.unref(over)\n", ""),
     # A dictionary
     Bug("used blocks are evicted", "Dictionary", "if block not in used]", "]"),
 )  # fmt: skip

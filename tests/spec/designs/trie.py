@@ -155,11 +155,53 @@ class LMDeploy:
             else:
                 request.table[index] = child.block
                 self.refs[child.block] += 1
-                self.unref([block])
+                self.give_up(name, block)
             request.node, request.num_cached = child, index + 1
+
+    def give_up(self, name: str, block: int) -> None:
+        """Free a duplicate, to which no table points now."""
+        self.unref([block])
 
     def release(self, name: str) -> None:
         self.unref(self.requests.pop(name).table)
 
     def block_table(self, name: str) -> list[int]:
         return self.requests[name].table
+
+
+class Ahead(LMDeploy):
+    """The same for an engine with steps in flight: `steps` has the blocks that each may read.
+
+    A duplicate that a step in flight may read is in `kept` until the step has ended.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.steps: list[set[int]] = []
+        self.kept: list[int] = []
+
+    def is_read(self, block: int) -> bool:
+        return any(block in step for step in self.steps)
+
+    def begin_step(self) -> None:
+        tables = [request.table for request in self.requests.values()]
+        self.steps.append(set().union(*tables))
+
+    def end_step(self) -> None:
+        del self.steps[0]
+        over = [block for block in self.kept if not self.is_read(block)]
+        self.kept = [block for block in self.kept if block not in over]
+        self.unref(over)
+
+    def allocate(self, name: str, request: Request, num_tokens: int) -> bool:
+        num_held, done = len(request.table), super().allocate(name, request, num_tokens)
+        for step in self.steps:
+            step.difference_update(request.table[num_held:])
+        return done
+
+    def give_up(self, name: str, block: int) -> None:
+        if self.is_read(block):
+            self.kept.append(block)
+            self.report("replaced", name, [block])
+        else:
+            self.unref([block])

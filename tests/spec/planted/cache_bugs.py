@@ -8,6 +8,7 @@ from .admission_bugs import ADMISSION_BUGS
 from .change_bugs import CHANGE_BUGS
 from .cost_bugs import COST_BUGS
 from .extension_bugs import EXTENSION_BUGS
+from .flight_bugs import FLIGHT_BUGS
 from .input_bugs import INPUT_BUGS
 from .memory_bugs import MEMORY_BUGS
 from .plant import Bug
@@ -22,6 +23,7 @@ CACHE_BUGS: Final[tuple[Bug, ...]] = (
     *ADMISSION_BUGS,
     *EXTENSION_BUGS,
     *PUBLISH_BUGS,
+    *FLIGHT_BUGS,
     *RELEASE_BUGS,
     *POOL_BUGS,
     *INPUT_BUGS,
