@@ -18,14 +18,13 @@ from .harness.engine import Finding, replay
 from .harness.findings.script import to_script
 from .harness.findings.shrink import shrink
 from .harness.random_engine import Run, run
-from .model.ghost import ContentError, GhostMemory, Tag, prefix_tags
+from .model.ghost import GhostMemory, Tag, prefix_tags
 from .rules.rule import RULES, Rule, Violation
 
 __all__ = [
     "RULES",
     "AdapterError",
     "CacheSubject",
-    "ContentError",
     "Events",
     "Factory",
     "Finding",

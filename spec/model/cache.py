@@ -32,7 +32,6 @@ FREE: Final = "free"
 CACHED: Final = "the cache"
 EVICTED: Final = "evicted"  # by the current call, not yet allocated or freed
 LEFT: Final = "an ended request"  # of a manager that frees lazily, to be freed by a later call
-RESET: Final = "the reset"
 IN_FLIGHT: Final = "a step in flight"  # of a duplicate that it may read; no request has it
 
 Owner: TypeAlias = str
@@ -96,8 +95,8 @@ class CacheModel:
         copies: the blocks of each published prefix; one, if the manager promises `one_copy`.
         flights: the blocks that each step in flight may read, in the order of the steps.
         situations: how often each situation of interest occurred.
-        actor: the request of the current call.
-        ending: whether the current call ends the actor.
+        actor: the request of the current call, or "" if it is of none or all.
+        ending: whether the current call ends the actor; `resetting`, whether it is a reset.
         needed: the blocks that the current call may need; it must not evict more.
         wanted: the prefixes that the current admission may hit, and must, if the manager promises
             `hits_all`.
@@ -116,7 +115,7 @@ class CacheModel:
         self.needed = 0
         self.wanted: Sequence[Tag] = ()
         self.actor = ""
-        self.ending = False
+        self.ending = self.resetting = False
         self.counts: Counter[str] = Counter()
         self.situations: Counter[str] = Counter()
         self.num_free = num_blocks
@@ -125,10 +124,7 @@ class CacheModel:
 
     def longest_hit(self, path: Sequence[Tag]) -> int:
         """Number of leading blocks of a path that are published."""
-        for num_blocks, tag in enumerate(path):
-            if tag not in self.copies:
-                return num_blocks
-        return len(path)
+        return next((i for i, tag in enumerate(path) if tag not in self.copies), len(path))
 
     def in_use(self) -> set[int]:
         """Blocks that some request holds, or that the current admission must hit."""
@@ -147,10 +143,6 @@ class CacheModel:
         unused = self.cached.keys() - self.in_use()
         taken = sum(not unused.isdisjoint(self.copies[tag]) for tag in without)
         return self.num_free + len(unused) - taken
-
-    def table(self, name: str) -> list[int]:
-        """The block table of a request."""
-        return list(self.holdings[name].table)
 
     def _is_followed(self, tag: Tag) -> bool:
         return any(entry.parent == tag for entry in self.cached.values())
@@ -211,14 +203,16 @@ class CacheModel:
         why = "the table of {} is {}, not {}"
         require(table == holding.table, rules.R1, why, name, table, holding.table)
 
-    def release(self, name: str) -> None:
-        """End a request; for blocks without other users this may be the last use."""
+    def ends(self, name: str) -> None:
+        """A request begins to end; private blocks that are freed until `ended` are its own."""
+        self.actor, self.needed, self.ending = name, 0, True
+
+    def ended(self, name: str) -> None:
+        """A request has ended; for blocks without other users this may be the last use."""
+        self.ending = False
         self.clock += 1
         holding = self.holdings.pop(name)
-        held = holding.private
-        is_free = not held or not self.promises.frees_at_once
-        require(is_free, rules.S1, "{} has ended and still has {}", name, held)
-        self.owner.update(dict.fromkeys(held, LEFT))
+        self._leave(holding.private, "{} has ended and still has {}", name, holding.private)
         if self.promises.ages_from_release:
             for block in holding.tags.keys() - self.in_use():
                 self.cached[block].last_use = self.clock
@@ -230,7 +224,7 @@ class CacheModel:
         self.copies.clear()
         self.holdings.clear()
         self.flights.clear()
-        self.num_free = self.num_blocks
+        self.num_free, self.resetting = self.num_blocks, False
 
     # Steps in flight
 
@@ -296,9 +290,6 @@ class CacheModel:
         parents = [entry.parent for entry in left.values()]
         require(len(left) == len(blocks), rules.E1, "blocks {} are evicted twice", blocks)
         self.counts["evicted_blocks"] += len(left)
-        if self.actor == RESET:
-            self._withdraw(*left)
-            return
         while left:  # a batch equals single evictions in eviction order, however it is reported
             block = self._coldest_leaf(left)
             self._check_victim(block, left.pop(block))
@@ -307,6 +298,8 @@ class CacheModel:
             self._see_eviction(parents)
 
     def _check_victim(self, block: int, entry: Published) -> None:
+        if self.resetting:
+            return
         is_last, is_wanted = self.copies[entry.tag] == [block], entry.tag in self.wanted
         users = [name for name, holding in self.holdings.items() if block in holding.table]
         if self.promises.hits_all and is_last and is_wanted:
@@ -339,26 +332,27 @@ class CacheModel:
         """Blocks became free."""
         for block in blocks:
             owner = self.owner.get(block, FREE)
-            if self.actor == RESET and owner == CACHED:
+            if self.resetting and owner == CACHED:
                 self._withdraw(block)
-            elif owner not in (EVICTED, LEFT) and (self.actor != RESET or owner == FREE):
-                why = "block {} is freed by {!r}, but belongs to {}"
-                require(owner in (self.actor, IN_FLIGHT), rules.F1, why, block, self.actor, owner)
+            elif owner == self.actor:
                 is_read = not self.ending and any(block in step for step in self.flights)
-                why = "block {} is freed, and a step in flight may read it"
-                require(not is_read, rules.F6, why, block)
+                why = "{} gives back its block {}, and a step in flight may read it"
+                require(not is_read, rules.F6, why, owner, block)
                 self._give_back(block)
+            else:
+                of_all = self.resetting and not self.actor and owner != FREE
+                may_free = owner in (EVICTED, LEFT) or of_all
+                rule = rules.F6 if owner == IN_FLIGHT else rules.F1
+                why = "block {} is freed by {!r}, but belongs to {}"
+                require(may_free, rule, why, block, self.actor, owner)
             self.owner[block] = FREE
             self.num_free += 1
 
     def replaced(self, name: str, blocks: Sequence[int]) -> None:
         """Duplicates of a request were replaced; they are freed after the steps in flight."""
         for block in blocks:
-            owner, why = (
-                self.owner.get(block, FREE),
-                "block {} of {} is replaced, but belongs to {}",
-            )
-            require(owner == name, rules.F1, why, block, name, owner)
+            owner, why = self.owner.get(block, FREE), "{} gives up block {}, which belongs to {}"
+            require(owner == name, rules.F1, why, name, block, owner)
             self._give_back(block)
             self.owner[block] = IN_FLIGHT if self.flights else EVICTED
             for step in self.flights[-1:]:  # the manager may not know which steps read it
@@ -376,27 +370,29 @@ class CacheModel:
         holding.share(position, self.copies[tags[0]][0], tags[0])
         self.counts["duplicate_blocks"] += 1
 
-    def _withdraw(self, *blocks: int) -> None:
-        """Published blocks are no longer found."""
-        for block in blocks:
-            tag = self.cached.pop(block).tag
-            self.copies[tag].remove(block)
-            if not self.copies[tag]:
-                del self.copies[tag]
-            self.owner[block] = EVICTED
+    def _withdraw(self, block: int) -> None:
+        """A published block is no longer found."""
+        tag = self.cached.pop(block).tag
+        self.copies[tag].remove(block)
+        if not self.copies[tag]:
+            del self.copies[tag]
+        self.owner[block] = EVICTED
 
     # After each call
 
     def settled(self) -> None:
         """Check the blocks after a call has returned."""
         lost = [block for block, owner in self.owner.items() if owner == EVICTED]
-        is_free = not lost or not self.promises.frees_at_once
-        require(is_free, rules.S1, "blocks {} belong to nobody, and are not free", lost)
-        self.owner.update(dict.fromkeys(lost, LEFT))
+        self._leave(lost, "blocks {} belong to nobody, and are not free", lost)
+
+    def _leave(self, blocks: Sequence[int], why: str, *details: object) -> None:
+        """A manager that frees lazily leaves blocks for a later call."""
+        is_free = not blocks or not self.promises.frees_at_once
+        require(is_free, rules.S1, why, *details)
+        self.owner.update(dict.fromkeys(blocks, LEFT))
 
     def check_available(self, found: int) -> None:
         """Check the available blocks; of those that are freed later, any number may be counted."""
-        least, owners = self.available(), self.owner.values()
-        later = 0 if self.promises.frees_at_once else sum(owner == LEFT for owner in owners)
-        most = least + later
+        least = self.available()
+        most = least + sum(owner == LEFT for owner in self.owner.values())
         require(least <= found <= most, rules.S2, "{} available, should be {}", found, least)

@@ -8,7 +8,11 @@ cache manager, without a model or arrays.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Final, TypeAlias
+
+from ..rules.cache import C1
+from ..rules.rule import Rule, require
 
 Tag: TypeAlias = int
 
@@ -28,6 +32,11 @@ def next_tag(tag: Tag, token: int) -> Tag:
     return hash((tag, token + _SHIFT))
 
 
+def tags_after(tag: Tag, tokens: Iterable[int]) -> list[Tag]:
+    """Return the tag of a prefix extended by each token in turn."""
+    return list(accumulate(tokens, next_tag, initial=tag))[1:]
+
+
 def prefix_tags(namespace: bytes, tokens: Iterable[int]) -> list[Tag]:
     """Return a tag per token: a chained hash of the namespace and all tokens up to it.
 
@@ -38,30 +47,7 @@ def prefix_tags(namespace: bytes, tokens: Iterable[int]) -> list[Tag]:
         >>> prefix_tags(b"tenant", [1])[0] == one[0]
         False
     """
-    tags = []
-    tag = first_tag(namespace)
-    for token in tokens:
-        tag = next_tag(tag, token)
-        tags.append(tag)
-    return tags
-
-
-class ContentError(AssertionError):
-    """A request would read KV that is not of its own prefix.
-
-    It is raised explicitly, so that it works under ``python -O`` too.
-
-    Attributes:
-        block: the block.
-        position: position of the token in its sequence.
-        found: what the block holds for that token.
-    """
-
-    def __init__(self, block: int, position: int, found: str) -> None:
-        super().__init__(f"content: block {block}, read for position {position}, {found}")
-        self.block = block
-        self.position = position
-        self.found = found
+    return tags_after(first_tag(namespace), tokens)
 
 
 class GhostMemory:
@@ -80,7 +66,7 @@ class GhostMemory:
         >>> ghost.read_sequence([4, 1], prefix_tags(b"", [7, 8, 5]))
         Traceback (most recent call last):
             ...
-        radixkv.spec.model.ghost.ContentError: content: block 1, read for position 2, holds another prefix
+        radixkv.spec.rules.rule.Violation: [C1 read-own-prefix] a request reads token 2 in block 1, which holds another prefix
     """  # noqa: E501
 
     def __init__(self, block_size: int) -> None:
@@ -90,9 +76,7 @@ class GhostMemory:
     def write(self, block: int, offset: int, tag: Tag) -> None:
         """Write `tag` to a slot."""
         assert 0 <= offset < self.block_size, f"offset {offset} in a block of {self.block_size}"
-        if block not in self.blocks:
-            self.blocks[block] = [UNWRITTEN] * self.block_size
-        self.blocks[block][offset] = tag
+        self.blocks.setdefault(block, [UNWRITTEN] * self.block_size)[offset] = tag
 
     def write_sequence(
         self, block_table: Sequence[int], tags: Sequence[Tag], start: int = 0
@@ -102,18 +86,36 @@ class GhostMemory:
             index, offset = divmod(position, self.block_size)
             self.write(block_table[index], offset, tags[position])
 
-    def read_sequence(self, block_table: Sequence[int], tags: Sequence[Tag]) -> None:
+    def append(self, block_table: Sequence[int], position: int, tag: Tag) -> None:
+        """Write the KV of one token; what its block held behind it is lost."""
+        index, offset = divmod(position, self.block_size)
+        self.write(block_table[index], offset, tag)
+        behind = self.block_size - offset - 1
+        self.blocks[block_table[index]][offset + 1 :] = [UNWRITTEN] * behind
+
+    def content(self, block: int) -> list[Tag]:
+        """Return the tag in each slot of a block."""
+        return self.blocks.get(block) or [UNWRITTEN] * self.block_size
+
+    def read_sequence(
+        self,
+        block_table: Sequence[int],
+        tags: Sequence[Tag],
+        reader: str = "a request",
+        rule: Rule = C1,
+    ) -> None:
         """Check that a sequence reads all its own tags through its block table.
 
         Raises:
-            ContentError: for the first position with other contents.
+            Violation: `rule`, for the first position with other contents.
         """
         for start in range(0, len(tags), self.block_size):
             block = block_table[start // self.block_size]
             wanted = tags[start : start + self.block_size]
-            found = self.blocks.get(block) or [UNWRITTEN] * self.block_size
+            found = self.content(block)
             if found[: len(wanted)] != wanted:
                 offset = next(i for i, tag in enumerate(wanted) if found[i] != tag)
                 state = {UNWRITTEN: "was never written", POISON: "holds what a failed step left"}
                 text = state.get(found[offset], "holds another prefix")
-                raise ContentError(block, start + offset, text)
+                why = "{} reads token {} in block {}, which {}"
+                require(False, rule, why, reader, start + offset, block, text)

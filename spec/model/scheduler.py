@@ -21,8 +21,7 @@ from typing import Literal, TypeAlias
 
 from ..rules import scheduler as rules
 from ..rules.rule import require
-from .device import Device
-from .ghost import Tag, next_tag
+from .ghost import GhostMemory, Tag, next_tag, tags_after
 
 Phase: TypeAlias = Literal["waiting", "running", "preempted", "ended"]
 Reason: TypeAlias = Literal["length", "stop", "abort"]
@@ -43,12 +42,12 @@ class Request:
 
     Attributes:
         tokens: prompt and generated tokens; `tags` has the tag of each prefix, also of later ones.
-        outputs, reason: the complete output of the language model, and why it ends.
+        outputs, reason: the complete output of the language model, and why it ends; `sampled` is
+            the same without regard to stop tokens.
         order: rank in the policy; the lowest comes first.
         computed: leading tokens with KV in the cache.
         target: number of tokens at the last admission, up to which the request prefills.
         scheduled: leading tokens that are computed, or that steps in flight compute.
-        unread: tokens that steps in flight sample; `discarded` would follow a stop token.
         hit: cached tokens at the last admission, with those that copies brought once it begins.
         is_loading: whether it was admitted, and waits for copies into its blocks.
         overtaken: number of later requests that were admitted since it began to wait.
@@ -67,28 +66,22 @@ class Request:
         self.name, self.order = name, order
         self.tokens = list(prompt)
         self.max_kv_tokens = len(self.tokens) + max_new_tokens - 1
-        self.outputs: list[int] = []
-        self.reason: Reason = "length"
+        self.sampled: list[int] = []
         self.phase: Phase = "waiting"
         self.is_loading = self.has_begun = False
         self.num_output = self.num_preemptions = self.overtaken = 0
-        self.computed = self.scheduled = self.unread = self.target = self.hit = 0
-        self.discarded: list[int] = []
+        self.computed = self.scheduled = self.target = self.hit = 0
         self.retag(root)
-        while len(self.outputs) + len(self.discarded) < max_new_tokens:
-            token = next_token(self.tags[-1], alphabet)
-            (self.outputs if self.reason == "length" else self.discarded).append(token)
-            self.tags.append(next_tag(self.tags[-1], token))
-            if token in stop:
-                self.reason = "stop"
+        while len(self.sampled) < max_new_tokens:
+            self.sampled.append(next_token(self.tags[-1], alphabet))
+            self.tags.append(next_tag(self.tags[-1], self.sampled[-1]))
+        stops = [end for end, token in enumerate(self.sampled, 1) if token in stop]
+        self.outputs = self.sampled[: min(stops, default=max_new_tokens)]
+        self.reason: Reason = "stop" if stops else "length"
 
     def retag(self, root: Tag) -> None:
         """Compute the tags of all prefixes anew, as if under the weights of another root."""
-        self.tags: list[Tag] = []
-        tag = root
-        for token in (*self.tokens, *self.outputs[self.num_output :], *self.discarded):
-            tag = next_tag(tag, token)
-            self.tags.append(tag)
+        self.tags = tags_after(root, (*self.tokens, *self.sampled[self.num_output :]))
 
     def __repr__(self) -> str:
         return self.name
@@ -100,18 +93,17 @@ class Request:
 
     @property
     def num_known(self) -> int:
-        """Number of tokens, with those that steps in flight sample."""
-        return len(self.tokens) + self.unread
+        """Number of tokens, with those that steps in flight sample: one after each scheduled."""
+        return max(len(self.tokens), self.scheduled + 1)
 
     @property
     def can_go_on(self) -> bool:
         """Whether the next step can compute a token, even if its last one is not read yet."""
-        return self.scheduled < min(self.num_known, self.max_kv_tokens)
+        return self.scheduled < self.max_kv_tokens
 
     def next_sampled(self, end: int) -> int:
         """Token that the language model adds after `end` tokens, even after a stop."""
-        drawn = (*self.outputs, *self.discarded)
-        return drawn[end - (len(self.tokens) - self.num_output)]
+        return self.sampled[end - (len(self.tokens) - self.num_output)]
 
     @property
     def is_live(self) -> bool:
@@ -122,10 +114,6 @@ class Request:
     def is_resumed(self) -> bool:
         """Whether the request was preempted before."""
         return self.num_preemptions > 0
-
-    def has_prefix(self, other: Request, end: int) -> bool:
-        """Whether the first `end` tokens of another request are those of this one."""
-        return end <= len(self.tokens) and other.tags[end - 1] == self.tags[end - 1]
 
     def shared_blocks(self, block_size: int) -> int:
         """Number of leading blocks that were hit or loaded, or computed and thus published."""
@@ -199,6 +187,11 @@ class Step:
     unbegun: Sequence[Request] = ()
 
     @property
+    def planned(self) -> list[Request]:
+        """The requests of the chunks."""
+        return [request for request, _, _ in self.chunks]
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens of all chunks."""
         return sum(length for _, _, length in self.chunks)
@@ -221,7 +214,7 @@ class SchedulerModel:
 
     def __init__(self, limits: Limits) -> None:
         self.limits, self.promised = limits, limits.promised
-        self.device = Device(limits.block_size)
+        self.device = GhostMemory(limits.block_size)
         self.live: dict[str, Request] = {}
         self.running: list[Request] = []
         self.tables: dict[str, list[int]] = {}
@@ -248,18 +241,14 @@ class SchedulerModel:
         resumed_first = "resumed_first" in self.promised
         return sorted(queued, key=lambda each: (resumed_first and not each.is_resumed, each.order))
 
-    def is_in_flight(self, request: Request) -> bool:
-        """Whether a step in flight computes tokens of a request."""
-        return any(request is each for step in self.flights for each, _, _ in step.chunks)
+    def lack(self, request: Request, num_tokens: int) -> int:
+        """Number of blocks that a running request lacks for its first `num_tokens` tokens."""
+        return max(self.blocks_for(num_tokens) - len(self.tables[request.name]), 0)
 
     def growth(self) -> int:
         """Number of blocks that the running requests may need for the next step, at most."""
-        budget = self.limits.token_budget
-        return sum(
-            max(self.blocks_for(min(len(each.tokens), each.computed + budget)) - held, 0)
-            for each in self.running
-            for held in (len(self.tables[each.name]),)
-        )
+        ends = [(each, each.computed + self.limits.token_budget) for each in self.running]
+        return sum(self.lack(each, min(end, len(each.tokens))) for each, end in ends)
 
     # Requests come, and are given up
 
@@ -315,7 +304,7 @@ class SchedulerModel:
 
     def abort(self, request: Request, freed: int) -> None:
         """Abort a request, perhaps in a step in flight; `freed` blocks became available."""
-        if self.is_in_flight(request):
+        if any(request in step.planned for step in self.flights):
             self.situations["aborted in flight"] += 1
             can_free = not freed or "keeps_in_flight" not in self.promised
             require(can_free, rules.Q23, "{} is in flight, and frees {} blocks", request, freed)
@@ -366,7 +355,7 @@ class SchedulerModel:
             is_right = is_right and step.hits.get(name, 0) % limits.block_size == 0
             why = "{} starts at {} of {} tokens after a hit of {}"
             require(is_right, rules.Q10, why, name, computed, last + 1, request.hit)
-        planned = [request for request, _, _ in step.chunks]
+        planned = step.planned
         require(len(set(planned)) == num_chunks, rules.Q19, "one of {} has two chunks", planned)
         for request, start, length in step.chunks:
             known, end = request.num_known, start + length
@@ -385,7 +374,6 @@ class SchedulerModel:
         self.flights.append(step)
         for request, start, length in step.chunks:
             request.scheduled = start + length
-            request.unread += request.scheduled == request.num_known
 
     def compute(self, step: Step) -> None:
         """Compute the chunks on the device: each reads the KV before it, and writes its own.
@@ -408,7 +396,7 @@ class SchedulerModel:
         """Check that a request reads its own prefix, up to token `end`."""
         is_held = len(table) * self.limits.block_size >= end
         require(is_held, rules.Q20, "{} reads {} tokens through {}, {}", request, end, table, when)
-        self.device.read(f"{request} {when}", table, request.tags[:end], rules.Q22)
+        self.device.read_sequence(table, request.tags[:end], f"{request} {when}", rules.Q22)
 
     def complete(self, step: Step, ended: Sequence[str]) -> None:
         """Append the sampled tokens and publish; `ended` are the requests that end with theirs."""
@@ -420,10 +408,8 @@ class SchedulerModel:
                 continue
             request.computed = start + length
             self.publish(request, step.tables[request.name])
-            if request.computed == len(request.tokens):
-                request.unread -= 1
-                if self._extend(request):
-                    expected.append(request.name)
+            if request.computed == len(request.tokens) and self._extend(request):
+                expected.append(request.name)
         is_right = sorted(ended) == sorted(expected)
         require(is_right, rules.Q28, "{} ended in this step, and not {}", ended, expected)
 
@@ -486,9 +472,8 @@ class SchedulerModel:
             self.publish(request, table)
         held = self.held().union(*kept.values())
         if "keeps_in_flight" in self.promised:
-            named = held.union(
-                *(step.tables[each.name] for step in self.flights for each, _, _ in step.chunks)
-            )
+            read = (step.tables[each.name] for step in self.flights for each in step.planned)
+            named = held.union(*read)
             num_kept = self.limits.num_blocks - available
             why = "{} blocks are held or read by steps in flight, and {} are not available"
             require(len(named) <= num_kept, rules.Q23, why, len(named), num_kept)

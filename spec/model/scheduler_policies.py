@@ -11,6 +11,7 @@ from typing import Final
 
 from ..rules import scheduler as rules
 from ..rules.rule import require
+from .ghost import Tag
 from .scheduler import Request, SchedulerModel, Step
 
 # Running requests
@@ -18,11 +19,10 @@ from .scheduler import Request, SchedulerModel, Step
 
 def check_whole(model: SchedulerModel, step: Step) -> None:
     """Q21: a running request holds the blocks of all of its tokens, or waits for the last one."""
-    planned = {request for request, _, _ in step.chunks}
+    may_wait = step.num_copies or model.flights
     for request in step.running:
         held, whole = len(model.tables[request.name]), model.blocks_for(request.num_known)
-        may_wait = step.num_copies or model.flights
-        waits = may_wait and request not in planned and request.scheduled >= request.target
+        waits = may_wait and request not in step.planned and request.scheduled >= request.target
         is_whole = held == whole or (waits and held == whole - 1)
         require(is_whole, rules.Q21, "{} holds {} blocks, and not {}", request, held, whole)
 
@@ -32,7 +32,7 @@ def check_progress(model: SchedulerModel, step: Step) -> None:
 
     Q18: beside copies, a request may wait for its own copies, or for blocks that copies will free.
     """
-    planned = [request for request, _, _ in step.chunks]
+    planned = step.planned
     idle = [request for request in step.running if request not in planned]
     if model.flights and not planned:
         check_waits_for_flights(model, step)
@@ -40,11 +40,8 @@ def check_progress(model: SchedulerModel, step: Step) -> None:
     for request in idle:
         is_loaded = not request.is_loading or request.name in step.loading
         require(is_loaded, rules.Q18, "{} waits for copies, and none is in flight", request)
-    short = [
-        request
-        for request in idle if step.num_copies and request.can_go_on
-        and len(model.tables[request.name]) < model.blocks_for(request.num_known)
-    ]  # fmt: skip
+    may_wait = idle if step.num_copies else []
+    short = [each for each in may_wait if each.can_go_on and model.lack(each, each.num_known)]
     if short:
         held, there = len(model.held()), model.limits.num_blocks
         can_wait = held + len(short) <= there
@@ -69,9 +66,7 @@ def check_waits_for_flights(model: SchedulerModel, step: Step) -> None:
     """Q17: nothing goes on beside steps in flight only if a request would have to be preempted."""
     wanted = [each for each in step.running if each.can_go_on and not each.is_loading]
     decoding = [each for each in wanted if each.scheduled >= each.target]
-    growing = sum(
-        model.blocks_for(each.num_known) > len(model.tables[each.name]) for each in decoding
-    )
+    growing = sum(model.lack(each, each.num_known) > 0 for each in decoding)
     must_wait = not wanted or growing > step.available
     require(must_wait, rules.Q17, "{} can go on beside steps in flight", wanted)
     model.situations["waited for steps in flight"] += bool(wanted)
@@ -89,9 +84,7 @@ def check_preempted(model: SchedulerModel, step: Step) -> None:
         require(not is_whole, rules.Q25, "{} are preempted, with all reserved", preempted)
     if "preempts_when_short" in promised:
         there = step.available
-        if (
-            model.limits.host_blocks
-        ):  # a block that no request holds will be available after the copies
+        if model.limits.host_blocks:  # after the copies, all that no request holds is available
             tables = (*model.before.values(), *model.receiving.values())
             there = model.limits.num_blocks - len(set().union(*tables))
         why = "{} are preempted for {} blocks with {} to be had"
@@ -136,19 +129,22 @@ def check_overtaken(model: SchedulerModel, step: Step) -> None:
             require(other.overtaken <= most, rules.Q6, why, other, other.overtaken, most)
 
 
-def next_block(model: SchedulerModel, request: Request) -> int:
-    """End of the first block that a prefilling request has not published; 0 if none."""
+def next_block(model: SchedulerModel, request: Request) -> Tag | None:
+    """The first whole block that a prefilling request has not published, or None."""
     if not (request.prefilling and model.limits.prefix_cache and "leaders" in model.promised):
-        return 0
+        return None
     size = model.limits.block_size
     end = (request.shared_blocks(size) + 1) * size
-    return end if end <= len(request.tokens) else 0
+    return request.tags[end - 1] if end <= len(request.tokens) else None
 
 
-def led_blocks(model: SchedulerModel, request: Request, running: Iterable[Request]) -> set[int]:
-    """Ends of the blocks of a request that running ones are about to compute: it may wait."""
-    ends = ((leader, next_block(model, leader)) for leader in running)
-    return {end for leader, end in ends if end and request.has_prefix(leader, end)}
+def led_blocks(model: SchedulerModel, request: Request, running: Iterable[Request]) -> set[Tag]:
+    """The blocks of a request that running ones are about to compute: it may wait for them."""
+    return {
+        block
+        for block in (next_block(model, leader) for leader in running)
+        if block in request.tags[: len(request.tokens)]
+    }
 
 
 def check_leaders(model: SchedulerModel, step: Step) -> None:
@@ -244,10 +240,9 @@ def check_reserved(model: SchedulerModel, step: Step) -> None:
         require(left >= growth, rules.Q8, why, step.admitted, left, growth)
         require(left >= lack, rules.Q9, why, step.admitted, left, lack)
     room = len(step.running) < limits.max_running and step.num_tokens < limits.token_budget
-    if not waiting or not room or model.receiving:
+    waits_for_flights = model.flights and not step.chunks
+    if not waiting or not room or model.receiving or waits_for_flights:
         return
-    if model.flights and not step.chunks:
-        return  # it waits for them
     head = waiting[0]
     if model.limits.is_decode_node and head.phase == "waiting":
         return  # its prefill node asks for it between two steps

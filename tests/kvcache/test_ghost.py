@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.spec import ContentError, GhostMemory, prefix_tags
+from radixkv.spec import GhostMemory, Violation, prefix_tags
 from radixkv.spec.model import ghost
 
 TOKENS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8)
@@ -49,18 +49,23 @@ def test_writing_from_a_position_leaves_what_is_before():
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ([4, 3], "content: block 3, read for position 2, was never written"),
-        ([4, 4], "content: block 4, read for position 2, holds another prefix"),
+        (
+            [4, 3],
+            "[C1 read-own-prefix] a request reads token 2 in block 3, which was never written",
+        ),
+        (
+            [4, 4],
+            "[C1 read-own-prefix] a request reads token 2 in block 4, which holds another prefix",
+        ),
     ],
 )
 def test_a_foreign_read_names_block_and_position(table, message):
     ghost_memory = GhostMemory(block_size=2)
     tags = prefix_tags(b"", [1, 2, 3])
     ghost_memory.write_sequence([4, 7], tags)
-    with pytest.raises(ContentError) as caught:
+    with pytest.raises(Violation) as caught:
         ghost_memory.read_sequence(table, tags)
     assert str(caught.value) == message
-    assert (caught.value.block, caught.value.position) == (table[1], 2)
     assert isinstance(caught.value, AssertionError)
 
 
@@ -69,10 +74,21 @@ def test_a_block_remembers_the_last_write():
     ghost_memory.write(3, 0, 1)
     ghost_memory.write(3, 0, 2)
     ghost_memory.read_sequence([3], [2])
-    with pytest.raises(ContentError, match="holds another prefix"):
+    with pytest.raises(Violation, match="holds another prefix"):
         ghost_memory.read_sequence([3], [1])
 
 
 def test_an_offset_outside_the_block_is_a_bug_of_the_test():
     with pytest.raises(AssertionError, match="offset 2 in a block of 2"):
         GhostMemory(block_size=2).write(1, 2, 0)
+
+
+def test_an_appended_token_ends_its_block():
+    ghost_memory = GhostMemory(block_size=3)
+    mine, others = prefix_tags(b"", [1, 2, 3]), prefix_tags(b"", [1, 4])
+    ghost_memory.write_sequence([5], mine)
+    ghost_memory.append([5], 1, others[1])
+    ghost_memory.read_sequence([5], others)
+    with pytest.raises(Violation, match="reads token 2 in block 5, which was never written"):
+        ghost_memory.read_sequence([5], [*others, mine[2]])
+    assert ghost_memory.content(6) == [0, 0, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from radixkv.spec.model.cache import EVICTED, FREE, IN_FLIGHT, LEFT, RESET, CacheModel, Holding
+from radixkv.spec.model.cache import EVICTED, FREE, IN_FLIGHT, LEFT, CacheModel, Holding
 from radixkv.spec.model.promises import Promises
 from radixkv.spec.rules.rule import Violation
 
@@ -49,7 +49,7 @@ def test_only_the_table_tells_which_copy_is_hit() -> None:
     assert model.holdings["r3"].table == [2, 4] and model.in_use() == {0, 1, 2, 3, 4}
     assert code(model.look, "r3", [1, 4]) == "R1"
     for name in ("r1", "r2"):
-        model.release(name)
+        model.ended(name)
     assert set(model.unused()) == {0, 1, 3}
     assert code(model.evicted, [2]) == "E2"
     model.evicted([0])  # a copy of it remains
@@ -59,18 +59,18 @@ def test_only_the_table_tells_which_copy_is_hit() -> None:
 def test_the_last_copy_is_evicted_after_what_follows_it() -> None:
     model = running(Promises(leaves_first=True, frees_at_once=True), "r1")
     model.published("r1", [0, 1])
-    model.release("r1")
+    model.ended("r1")
     assert code(model.evicted, [0]) == "E3"
     running_free = running(Promises(), "r1")
     running_free.published("r1", [0, 1])
-    running_free.release("r1")
+    running_free.ended("r1")
     running_free.evicted([0])
 
 
 def test_blocks_that_are_freed_later_may_be_counted_or_not() -> None:
-    assert code(running(Promises(frees_at_once=True), "r1").release, "r1") == "S1"
+    assert code(running(Promises(frees_at_once=True), "r1").ended, "r1") == "S1"
     model = running(Promises(counts_available=True), "r1")
-    model.release("r1")
+    model.ended("r1")
     assert [model.owner[block] for block in (0, 1)] == [LEFT, LEFT]
     for number in (4, 5, 6):
         model.check_available(number)
@@ -101,8 +101,8 @@ def test_recency_by_access_is_reported() -> None:
     model.hit("r2", 0)
     model.holdings["r2"].computed = 1
     model.published("r2", [2])
-    model.release("r2")
-    model.release("r1")  # the last release, and not the last access
+    model.ended("r2")
+    model.ended("r1")  # the last release, and not the last access
     model.actor = ""
     model.used([0, 1])
     assert code(model.evicted, [1]) == "E4"
@@ -113,7 +113,7 @@ def test_recency_by_access_is_reported() -> None:
 def test_a_reset_may_report_what_it_frees_once() -> None:
     model = running(Promises.all(), "r1", "r2")
     model.published("r1", [0])
-    model.actor = RESET
+    model.actor, model.resetting = "", True
     model.freed([0, 1, 2])
     model.evicted([])
     assert model.owner == {0: FREE, 1: FREE, 2: FREE, 3: "r2"}
@@ -171,10 +171,9 @@ def test_a_duplicate_that_no_step_read_may_be_freed_or_kept() -> None:
 def test_a_request_that_ends_needs_no_step_in_flight() -> None:
     model = running(Promises.all(), "r1", "r2")
     model.begin_step()
-    model.actor, model.ending = "r1", True
+    model.ends("r1")
     model.freed([0, 1])
-    model.release("r1")
-    model.ending = False
+    model.ended("r1")
     model.allocated("r2", [0])
     assert model.flights == [{1, 2, 3}]
     model.reset()

@@ -43,7 +43,7 @@ def _check_table(world: CacheState, request: Request) -> None:
     require(len(set(table)) == len(table), rules.A3, "the table of {} is {}", name, table)
     if world.model is not None:
         world.model.look(name, table)
-    world.device.read(name, table, request.tags[: request.written])
+    world.device.read_sequence(table, request.tags[: request.written], name)
 
 
 def _check_available(world: CacheState) -> None:

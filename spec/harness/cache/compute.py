@@ -99,7 +99,7 @@ def end_step(world: CacheState) -> bool:
         return False
     for job in world.flights.pop(0):
         if _request_of(world, job) is not None:
-            world.device.read(job.request, job.table, job.reads)
+            world.device.read_sequence(job.table, job.reads, job.request)
     if world.model is not None:
         world.model.end_step()
     world.target.run("end_step")

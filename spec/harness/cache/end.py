@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...model.cache import RESET
 from ...rules import cache as rules
 from ...rules.rule import require
 from .admit import admit
@@ -37,11 +36,10 @@ def _release(world: CacheState, request: Request) -> None:
     if request.job:
         world.situations["released with a step in flight"] += 1
     if model is not None:
-        model.actor, model.needed, model.ending = request.name, 0, True
+        model.ends(request.name)
     world.target.release(request.name)
     if model is not None:
-        model.release(request.name)
-        model.ending = False
+        model.ended(request.name)
     request.stop()
 
 
@@ -68,7 +66,7 @@ def reset(world: CacheState) -> bool:
     running = world.running()
     world.situations["reset with live leases"] += bool(running)
     if world.model is not None:
-        world.model.actor = RESET
+        world.model.actor, world.model.resetting = "", True
     world.target.run("reset")
     if world.model is not None:
         world.model.reset()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
-from ...model.ghost import Tag, first_tag, next_tag
+from ...model.ghost import Tag, first_tag, tags_after
 from ..engine import Below, Config
 
 State: TypeAlias = Literal["waiting", "running", "ended"]
@@ -80,10 +80,8 @@ class Request:
 
     def extend_tags(self) -> None:
         """Compute the tags of new tokens."""
-        tag = self.tags[-1] if self.tags else self.root
-        for token in self.tokens[len(self.tags) :]:
-            tag = next_tag(tag, token)
-            self.tags.append(tag)
+        last = self.tags[-1] if self.tags else self.root
+        self.tags += tags_after(last, self.tokens[len(self.tags) :])
 
     def stop(self) -> None:
         """It has lost its blocks and its step, and waits."""

@@ -8,8 +8,7 @@ from typing import ClassVar
 from ...adapters.cache import AdapterError, Factory
 from ...adapters.cache_target import Depth, Target
 from ...model.cache import IN_FLIGHT, CacheModel
-from ...model.device import Device
-from ...model.ghost import Tag, first_tag, next_tag
+from ...model.ghost import GhostMemory, Tag, first_tag, tags_after
 from ...model.two_tier_law import Lru
 from ..engine import Config
 from .requests import Request
@@ -39,7 +38,7 @@ class CacheState:
         self.target = self.target_type(factory, config["num_blocks"], self.block_size, depth)
         self.promises = self.target.promises
         self._require_new()
-        self.device = Device(self.block_size)
+        self.device = GhostMemory(self.block_size)
         self.stream = Stream(self.device)
         self.requests: dict[str, Request] = {}
         self.past: list[Request] = []
@@ -81,10 +80,8 @@ class CacheState:
         """The tag of a namespace and the tokens of a prefix."""
         if prefix not in self._tags:
             namespace, tokens = prefix
-            tag = self.root_of(namespace)
-            for token in tokens:
-                tag = next_tag(tag, token)
-            self._tags[prefix] = tag
+            root = self.root_of(namespace)
+            self._tags[prefix] = [root, *tags_after(root, tokens)][-1]
         return self._tags[prefix]
 
     def counts(self) -> dict[str, int]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...model.device import Device
-from ...model.ghost import POISON, Tag
+from ...model.ghost import POISON, GhostMemory, Tag
 
 
 @dataclass(slots=True)
@@ -43,7 +42,7 @@ class Stream:
     memory as it is when the step runs, not as it was at the launch.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: GhostMemory) -> None:
         self.device = device
         self.queue: list[Job] = []
 
@@ -52,7 +51,7 @@ class Stream:
         while self.queue and not job.has_run:
             first = self.queue.pop(0)
             fails = failing and first is job
-            self.device.read(first.request, first.table, first.reads)
+            self.device.read_sequence(first.table, first.reads, first.request)
             tags, start = [POISON] * len(first.tags) if fails else first.tags, len(first.reads)
-            self.device.memory.write_sequence(first.table, [*first.reads, *tags], start)
+            self.device.write_sequence(first.table, [*first.reads, *tags], start)
             first.has_run = True

@@ -152,9 +152,7 @@ class _Tables:
     def draw(self, why: str) -> None:
         """Draw the running requests, the blocks that are known, and who points where."""
         running = self.world.running()
-        blocks = sorted(
-            {b for r in running for b in r.table} | self.world.device.memory.blocks.keys()
-        )
+        blocks = sorted({b for r in running for b in r.table} | self.world.device.blocks.keys())
         column = {block: MARGIN + place * (BOX[0] + GAP[0]) for place, block in enumerate(blocks)}
         users = Counter(block for request in running for block in request.table)
         named = {int(number) for number in re.findall(r"block (\d+)", why)}
@@ -180,9 +178,7 @@ class _Tables:
         self.canvas.skip(memory + height + 2 * MARGIN - self.canvas.bottom)
 
     def _block(self, block: int, x: float, y: float, kind: str) -> None:
-        slots = self.world.device.memory.blocks.get(block, [UNWRITTEN] * self.world.block_size)[
-            :SLOTS
-        ]
+        slots = self.world.device.content(block)[:SLOTS]
         self.canvas.box(x, y, (BOX[0], LINE * (1 + len(slots)) + 6), FILL[kind])
         self.canvas.text_at(x + 5, y + 14, f"block {block}")
         for place, tag in enumerate(slots, 2):

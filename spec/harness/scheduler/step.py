@@ -59,13 +59,13 @@ def complete_step(world: SchedulerState) -> None:
     target, model = world.target, world.model
     step = model.flights[0]
     model.compute(step)
-    computed = [request for request, _, _ in step.chunks if request.is_live]
+    computed = [request for request in step.planned if request.is_live]
     sampled = [
         -1 if start + length < len(request.tokens) else request.next_sampled(start + length)
         for request, start, length in step.chunks
     ]
     model.complete(step, target.update(sampled))
-    for request, _, _ in step.chunks:
+    for request in step.planned:
         model.check_output(request, target.output(request.name), target.reason(request.name))
     world.just_ended += [request.name for request in computed if not request.is_live]
 
@@ -163,7 +163,7 @@ def settle(world: SchedulerState) -> None:
     target, model = world.target, world.model
     if world.is_decode_node:
         receive(world)
-    in_flight = {each.name for step in model.flights for each, _, _ in step.chunks}
+    in_flight = {each.name for step in model.flights for each in step.planned}
     kept = {name: target.block_table(name) for name in in_flight - model.live.keys()}
     for name in world.just_ended:
         table = target.block_table(name)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from ...adapters.tiers import Copy, CopyKind
-from ...model.device import Device
-from ...model.ghost import POISON, UNWRITTEN, Tag
+from ...model.ghost import POISON, GhostMemory, Tag
 from ...rules import tiers as rules
 from ...rules.rule import require
 
@@ -98,9 +97,9 @@ class Executor:
         ended: the latest ids of fenced operations.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: GhostMemory) -> None:
         self.device = device
-        self.host: dict[int, Content] = {}
+        self.host = GhostMemory(device.block_size)
         self.storage: dict[bytes, Content] = {}
         self.flights: list[Flight] = []
         self.ended: list[Copy] = []
@@ -108,11 +107,10 @@ class Executor:
 
     def content(self, tier: str, block: int) -> Content:
         """Contents of a block."""
-        memory = self.device.memory.blocks if tier == "device" else self.host
-        return list(memory.get(block, [UNWRITTEN] * self.device.memory.block_size))
+        return list((self.device if tier == "device" else self.host).content(block))
 
     def _put(self, tier: str, block: int, content: Sequence[Tag]) -> None:
-        (self.device.memory.blocks if tier == "device" else self.host)[block] = list(content)
+        (self.device if tier == "device" else self.host).blocks[block] = list(content)
 
     def begin(self, copies: Sequence[Copy]) -> list[Flight]:
         """Begin the operations of one `take`, after all launched steps."""
@@ -135,7 +133,7 @@ class Executor:
     def _spoil(self, kind: str, blocks: Sequence[int]) -> None:
         tier = "device" if kind in TO_DEVICE else "host"
         for block in blocks:
-            self._put(tier, block, [POISON] * self.device.memory.block_size)
+            self._put(tier, block, [POISON] * self.device.block_size)
 
     def find(self, name: str) -> Flight | None:
         """Return an operation by kind and index among those of the kind, such as ``"out1"``."""

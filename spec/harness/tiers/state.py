@@ -121,7 +121,7 @@ class TierState(CacheState):
             holds, under_way = name in self.tiers.holdings, bool(parked.writers)
             require(saved != under_way and holds == under_way, rules.T34, "{} operations save {}, "
                     "which reports saved={}, and has {} blocks", len(parked.writers), name, saved,
-                    len(self.tiers.table(name)) if holds else "no")  # fmt: skip
+                    len(self.tiers.holdings[name].table) if holds else "no")  # fmt: skip
             right = under_way or failed == parked.failed
             require(right, rules.T36, "{} reports failed={}", name, failed)
 
@@ -163,11 +163,12 @@ class TierState(CacheState):
     def report(self, method: str, flight: Flight, *arguments: Any, fenced: bool) -> Any:
         """Report a result or a fence; return the answer."""
         model, kind, detached = self.tiers, flight.kind, flight.is_detached
-        model.fenced_op = flight.op if fenced else ""
         if kind in ("out", "fetch") and not flight.cancelled:
             bad = flight.bad_blocks()
             good = [block for block in flight.copy.destinations if block not in bad]
             model.written(flight.op, good)
+        if fenced:
+            model.fenced(flight.op)
         if kind in TO_DEVICE and fenced:
             model.actor, model.needed = flight.op if detached else flight.owner, 0
             model.ending = detached
@@ -176,11 +177,9 @@ class TierState(CacheState):
                 come = load.num_hit + min(leading(flight.ok), load.num_host)
                 model.holdings[flight.owner].computed = come * self.block_size
         answer = self.ask(method, flight.copy.id, *arguments)
-        model.fenced_op, model.ending = "", False
-        if fenced:
-            model.fenced(flight.op)
-            if detached:
-                model.abandoned(flight.op)
+        model.ending = False
+        if fenced and detached:
+            model.abandoned(flight.op)
         return answer
 
     # Prefixes

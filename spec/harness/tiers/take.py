@@ -78,7 +78,7 @@ def _begin_in(world: TierState, flight: Flight) -> None:
     require(name, rules.T13, "{} loads nobody", flight.op)
     load = world.tiers.loads[name]
     outlives = name == flight.op
-    table = world.tiers.table(name) if outlives else world.target.block_table(name)
+    table = world.tiers.holdings[name].table if outlives else world.target.block_table(name)
     wanted = table[load.num_hit :][: load.num_host + bool(load.tail)]
     require(list(copy.destinations) == wanted, rules.T6, "{} is loaded into blocks {}, not {}",
             name, copy.destinations, wanted)  # fmt: skip

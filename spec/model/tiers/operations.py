@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ...rules import tiers as rules
 from ...rules.rule import require
-from ..cache import CACHED, CacheModel, Holding
+from ..cache import CacheModel, Holding
 from ..ghost import Tag
 from ..promises import Promises
 from .residency import Prefixes, Residency, Step
@@ -96,8 +96,6 @@ class TierModel(CacheModel):
         host: owner of each host block that is not free: ``"new"`` until the operation that writes
             it is taken, then ``"op 5"`` until that is fenced, then ``"cache"``.
         read: host blocks that an operation still reads, with the operation.
-        fenced_op: the operation that the current call fences.
-        resetting: whether the current call is a reset.
         now: where each prefix is.
         prefixes: all prefixes that were ever used.
         order: recency of each prefix on the host.
@@ -116,7 +114,6 @@ class TierModel(CacheModel):
         self.write = ""
         self.host: dict[int, str] = {}
         self.read: dict[int, str] = {}
-        self.fenced_op, self.resetting = "", False
         self.now = Residency({}, {}, {}, frozenset(), 0, ())
         self.prefixes = Prefixes()
         self.order = HostOrder()
@@ -188,10 +185,10 @@ class TierModel(CacheModel):
         self.order.use(self.holdings[name].shared)
         self.uses.now += 1
 
-    def release(self, name: str) -> None:
-        """End a request; it uses its published blocks once more."""
+    def ended(self, name: str) -> None:
+        """A request has ended; it used its published blocks once more."""
         self.order.use(self.holdings[name].shared)
-        super().release(name)
+        super().ended(name)
 
     def published(self, name: str, blocks: Sequence[int]) -> None:
         """The next blocks of a request were published."""
@@ -204,15 +201,6 @@ class TierModel(CacheModel):
             self.grown[self.actor] = self.holdings[self.actor].shared
 
     # Leases that end with an operation
-
-    def ends(self, name: str) -> None:
-        """The lease of a request begins to end; blocks freed until `ended` belong to it."""
-        self.actor, self.needed, self.ending = name, 0, True
-
-    def ended(self, name: str) -> None:
-        """The lease of a request has ended."""
-        self.release(name)
-        self.ending = False
 
     def detach(self, name: str, op: str, *, shared: bool) -> None:
         """A request ends while its private blocks are written; the operation owns them now.
@@ -232,21 +220,13 @@ class TierModel(CacheModel):
         """A reset takes the shared blocks of an operation that continues without its request."""
         holding = self.holdings[name]
         private = holding.take_private()
-        self.release(name)
+        self.ended(name)
         self.holdings[name] = Holding([], holding.root, table=private)
 
     def abandoned(self, op: str) -> None:
         """Free the blocks of an operation that continued without its request."""
         require(op in self.holdings, rules.T41, "{} is abandoned, and has ended before", op)
-        self.release(op)
-
-    def freed(self, blocks: Sequence[int]) -> None:
-        """Blocks became free; in a reset also published ones."""
-        if self.resetting:
-            for block in blocks:
-                if self.owner.get(block) == CACHED:
-                    self._withdraw(block)
-        super().freed(blocks)
+        self.ended(op)
 
     # Host blocks
 
@@ -260,14 +240,12 @@ class TierModel(CacheModel):
     def host_freed(self, blocks: Sequence[int]) -> None:
         """Host blocks became free."""
         for block in blocks:
-            owner = self.host.get(block)
+            owner, reader = self.host.get(block), self.read.get(block)
             require(owner is not None, rules.T42, "host block {} is freed, and was free", block)
-            is_written = owner not in ("new", "cache", self.fenced_op)
-            require(not is_written, rules.T11, "host block {} is freed, and {} writes it", block,
-                    owner)  # fmt: skip
-            reader = self.read.get(block, self.fenced_op)
-            require(reader == self.fenced_op, rules.T10, "host block {} is freed, and {} reads it",
-                    block, reader)  # fmt: skip
+            why = "host block {} is freed, and {} writes it"
+            require(owner in ("new", "cache"), rules.T11, why, block, owner)
+            why = "host block {} is freed, and {} reads it"
+            require(reader is None, rules.T10, why, block, reader)
             del self.host[block]
 
     def dispatched(self, op: str, destinations: Sequence[int], reads: Sequence[int]) -> None:
