@@ -9,6 +9,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from sphinx.pycode import ModuleAnalyzer
+
 # The examples run on CPU, wherever the docs are built.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -92,9 +94,10 @@ def _hide_colons(*event: Any) -> None:
     describes_attribute = what in ("property", "attribute", "data")
     hide = False
     for i, line in enumerate(lines):
+        is_head = line in ("Args:", "Example:", "Raises:", "Returns:")
         if line and not line.startswith(" "):
-            hide = describes_attribute or line == "Returns:"
-        if hide and line != "Returns:":
+            hide = line == "Returns:" or (describes_attribute and not is_head)
+        if hide and not is_head:
             lines[i] = line.replace(":", _COLON)
 
 
@@ -107,6 +110,16 @@ def _skip_inherited(*event: Any) -> bool | None:
     name, member = event[2], event[3]
     is_written = isinstance(member, FunctionType) and "no_init" not in member.__name__
     return True if name in ("__init__", "__new__") and not is_written else None
+
+
+def _analyze_without_overloads(module: ModuleAnalyzer) -> None:
+    """Read a module. Overloads would be shown in full, types included, above the parameters."""
+    _analyze(module)
+    module.overloads = {}
+
+
+_analyze = ModuleAnalyzer.analyze
+ModuleAnalyzer.analyze = _analyze_without_overloads  # type: ignore[method-assign]
 
 
 def _write_pages(app: Any) -> None:

@@ -65,7 +65,7 @@ class StepPlan:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks. Without one, all requests wait: there is nothing to `update`."""
+        """Number of chunks. Without one, all requests wait: there is nothing to ``update``."""
         return self.num_decode + len(self.prefill)
 
     @cached_property
@@ -76,7 +76,7 @@ class StepPlan:
 
     @cached_property
     def table_rows(self) -> Int32Array:
-        """The row of the block tables of each chunk, an int32 array; read it before `update`."""
+        """The row of the block tables of each chunk, an int32 array; read it before ``update``."""
         rows = [lease_of(chunk.request).row for chunk in self.prefill]
         return np.concatenate([self.decode.table_rows, np.array(rows, np.int32)])
 

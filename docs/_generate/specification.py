@@ -22,6 +22,9 @@ from radixkv.spec.rules.rule import RULES, Rule
 
 MOST_LINKS: Final = 4
 
+NONE: Final = "\N{EN DASH}"
+"""A cell without a value; a hyphen would begin a list."""
+
 
 def write_pages() -> None:
     """Write everything that the pages of the specification include."""
@@ -164,7 +167,7 @@ def _table(rows: list[Row], by_engine: dict[str, dict[str, Row]]) -> Iterator[st
         for theirs in by_engine.values():
             found = theirs.get(row["name"], {"depths": {}})["depths"]
             steps.append(_steps(found[max(found, key=DEPTHS.index)] if found else None))
-        calls = str(len(row["shortest"]["trace"])) if row["shortest"] else "-"
+        calls = str(len(row["shortest"]["trace"])) if row["shortest"] else NONE
         rule = RULES.get(row["rule"])
         code = f"{{ref}}`{rule.code} <{_label(rule)}>`" if rule else row["rule"] or "survives"
         seen_in = bugs[row["name"]].seen_in if row["name"] in bugs else ""
@@ -176,7 +179,7 @@ def _table(rows: list[Row], by_engine: dict[str, dict[str, Row]]) -> Iterator[st
 
 def _steps(steps: dict[str, Any] | None) -> str:
     if steps is None:
-        return "-"
+        return NONE
     survived = f", {steps['survived']} not found" if steps["survived"] else ""
     return f"{steps['median']:,} ({steps['worst']:,}{survived})"
 

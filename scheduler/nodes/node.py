@@ -133,7 +133,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
     def poll(self, now: float) -> bool:
         """Process the transport's events and deadlines, and plan one step if there is work.
 
-        The first step in flight is read if they are as many as the scheduler's `depth`, or if
+        The first step in flight is read if they are as many as the scheduler's ``depth``, or if
         nothing can be planned.
 
         Args:

@@ -187,7 +187,7 @@ ADMISSION_BUGS = (
             "                    continue",
         ),
         unclaimed=("policy", "reserves"),
-        seen_in="schedulers.md D8",
+        seen_in="SGLang guards against it: the longest prefix goes first",
     ),
     bug(
         "the last to come is tried first",
