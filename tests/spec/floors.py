@@ -100,7 +100,7 @@ HANDOFF_FLOORS: Final = {
     "attempt": 9_300,
     "block sent": 12_000,
     "busy": 2_200,
-    "chunk discarded": 340,
+    "chunk discarded": 300,
     "copied": 4_000,
     "failed": 730,
     "flooded": 30,

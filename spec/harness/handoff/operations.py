@@ -464,7 +464,7 @@ def prompt(world: HandoffState, name: str, below: Below) -> list[int]:
 
 def limit(world: HandoffState, name: str, below: Below) -> int:
     """A small limit of the output, or sometimes a larger one."""
-    return 1 + below((3, 8, 16)[below(3)])
+    return 1 + below((3, 8, 16, 16)[below(4)])
 
 
 def namespace(world: HandoffState, name: str, below: Below) -> int:
@@ -474,7 +474,7 @@ def namespace(world: HandoffState, name: str, below: Below) -> int:
 
 def stop(world: HandoffState, name: str, below: Below) -> list[int]:
     """No tokens that end a request, or sometimes some of the vocabulary."""
-    return [below(VOCABULARY) for _ in range(8)] if below(4) == 0 else []
+    return [below(VOCABULARY) for _ in range(8)] if below(6) == 0 else []
 
 
 def often(bound: int) -> Callable[[HandoffState, str, Below], bool]:
