@@ -15,10 +15,10 @@ from tables import DOCS
 PAGE: Final = DOCS / "figures.md"
 
 ROW_HEIGHT: Final = 30
-NAMES: Final = 270
+NAMES: Final = 290
 """Width of the names."""
 
-BARS: Final = 400
+BARS: Final = 370
 """Width of the longest bar."""
 
 
@@ -42,7 +42,7 @@ def _draw(rows: list[tuple[float, float, str]]) -> str:
     most, _, _ = rows[-1]
     height = ROW_HEIGHT * len(rows)
     lines = [
-        f'<svg class="chart" viewBox="0 0 {NAMES + BARS + 150} {height}" role="img" '
+        f'<svg class="chart" viewBox="0 0 {NAMES + BARS + 170} {height}" role="img" '
         'aria-label="CPU time per request of cache managers">'
     ]
     for i, (time, ratio, name) in enumerate(rows):
