@@ -235,14 +235,17 @@ class EngineThread:
         """Wake the consumers of changed requests, those of an event loop with one call."""
         by_loop: dict[asyncio.AbstractEventLoop, list[Delivery]] = {}
         for delivery in deliveries:
-            if delivery.loop is not None and not delivery.is_posted:
+            loop = delivery.loop
+            # A loop that is closed may not have come to its last wake-up.
+            if loop is not None and (not delivery.is_posted or loop.is_closed()):
                 delivery.is_posted = True
-                by_loop.setdefault(delivery.loop, []).append(delivery)
+                by_loop.setdefault(loop, []).append(delivery)
         for loop, changed in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_wake, changed)
             except RuntimeError:  # the loop is closed: nobody will read on
                 for delivery in changed:
+                    delivery.loop = None
                     self._abort(delivery)
 
     def _fail(self, error: BaseException) -> None:

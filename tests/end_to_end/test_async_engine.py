@@ -378,7 +378,8 @@ def test_an_abort_is_an_event(served):
     asyncio.run(main())
 
 
-def test_a_closed_event_loop_frees_its_requests(served):
+@pytest.mark.parametrize("has_wake_up", [False, True])
+def test_a_closed_event_loop_frees_its_requests(served, has_wake_up):
     inner = fresh(served[0])
     gate = Gate(inner)
     engine = AsyncEngine(inner)
@@ -386,10 +387,11 @@ def test_a_closed_event_loop_frees_its_requests(served):
 
     async def leave() -> None:
         streams.append(engine.generate(PROMPTS[0], GenerationParams(max_tokens=200)))
-        gate.allow(5)
+        gate.allow(3)
         await read_until(streams[0], 1)
 
     asyncio.run(leave())
+    streams[0]._delivery.is_posted = has_wake_up  # which the loop did not come to
     gate.open()
     asyncio.run(engine.close())  # waits for all that is active
     assert streams[0]._delivery.finish_reason == "abort"
