@@ -1,7 +1,7 @@
-"""Serving: an engine on a thread of its own, whose outputs are streams.
+"""Serving: a model by its name, and an engine whose outputs are streams.
 
-`AsyncEngine` serves any number of event loops and threads. Names are imported on first use, because
-JAX is slow to import.
+`LLM` completes lists of prompts. `AsyncEngine` serves any number of event loops and threads. Names
+are imported on first use, because JAX is slow to import.
 """
 
 from __future__ import annotations
@@ -11,18 +11,30 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .async_engine import AsyncEngine, OutputStream
+    from .llm import LLM
     from .outputs import GenerationOutput, PrefixHits
     from .params import GenerationParams
+    from .sizes import EngineSizes
 
 _MODULES = {
+    "LLM": "llm",
     "AsyncEngine": "async_engine",
+    "EngineSizes": "sizes",
     "GenerationOutput": "outputs",
     "GenerationParams": "params",
     "OutputStream": "async_engine",
     "PrefixHits": "outputs",
 }
 
-__all__ = ["AsyncEngine", "GenerationOutput", "GenerationParams", "OutputStream", "PrefixHits"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "EngineSizes",
+    "GenerationOutput",
+    "GenerationParams",
+    "OutputStream",
+    "PrefixHits",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -49,6 +49,9 @@ class Completion:
     """Makes the outputs of one request from its tokens, for one consumer.
 
     The outputs do not depend on how many tokens come at a time, except for their number.
+
+    Attributes:
+        has_stop: whether a stop string may end the output before the request ends.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Completion:
             tokenizer: decodes the tokens; None for outputs without text.
             stop: strings that end the output; they need a tokenizer.
         """
+        self.has_stop = bool(stop)
         self._request = request
         self._token_ids: tuple[int, ...] = ()
         self._text: OutputText | None = None

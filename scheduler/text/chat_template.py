@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,22 +29,27 @@ class ChatTemplate:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Load ``chat_template.jinja``, or ``chat_template`` in tokenizer_config.json.
+        """Read ``chat_template.jinja``, or ``chat_template`` in tokenizer_config.json.
+
+        A checkpoint may have neither; then only `render` fails.
 
         Raises:
-            ChatTemplateError: if there is none, or it is not a template.
-            CheckpointFileError: if tokenizer_config.json is not JSON.
-            MissingExtraError: if the library ``jinja2`` is not installed.
+            CheckpointFileError: if a file cannot be read.
         """
         config_path, self._path = directory / _CONFIG_FILE, directory / _TEMPLATE_FILE
         config = read_object(config_path) if config_path.exists() else {}
         if self._path.exists():
-            source = _read(self._path)
+            self._source: str | None = _read(self._path)
         else:
             self._path = config_path
-            source = _default_template(config.get("chat_template"), config_path)
+            self._source = _default_template(config.get("chat_template"))
         self._special_tokens = _special_tokens(config)
-        self._template = _compile(source, self._path)
+
+    @cached_property
+    def _template(self) -> Template:
+        if self._source is None:
+            raise ChatTemplateError(self._path, f"no chat template, here or in {_TEMPLATE_FILE}")
+        return _compile(self._source, self._path)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> str:
         """Return the text of a conversation, up to where the model's answer begins.
@@ -54,14 +60,16 @@ class ChatTemplate:
 
         Raises:
             RequestError: if messages are not dictionaries, or there is none.
-            ChatTemplateError: if the template refuses them.
+            ChatTemplateError: if there is no template, or it refuses them.
+            MissingExtraError: if the library ``jinja2`` is not installed.
         """
+        template = self._template
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         if not (is_list and messages and all(isinstance(each, Mapping) for each in messages)):
             raise RequestError(f"messages must be dictionaries with role and content: {messages!r}")
         names = {"add_generation_prompt": True, **self._special_tokens, **variables}
         try:
-            return self._template.render(messages=messages, **names)
+            return template.render(messages=messages, **names)
         except Exception as error:  # whatever the template does with messages of another form
             raise ChatTemplateError(
                 self._path, f"the chat template failed: {type(error).__name__}: {error}"
@@ -75,14 +83,12 @@ def _read(path: Path) -> str:
         raise CheckpointFileError(path, f"cannot be read: {error}") from error
 
 
-def _default_template(entry: object, path: Path) -> str:
+def _default_template(entry: object) -> str | None:
     """Return the only template, or the one named "default" of several."""
     if isinstance(entry, list):
         named = [each for each in entry if isinstance(each, dict)]
         entry = {each.get("name"): each.get("template") for each in named}.get("default")
-    if not isinstance(entry, str):
-        raise ChatTemplateError(path, f"no chat template, here or in {_TEMPLATE_FILE}")
-    return entry
+    return entry if isinstance(entry, str) else None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,21 @@ class TextTokenizer:
     """The tokenizer and the chat template of a checkpoint. Threads may share it."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Load ``tokenizer.json``; the chat template is loaded when it is first used.
+        """Load ``tokenizer.json``, and the chat template if there is one.
 
         Raises:
-            CheckpointFileError: if the file is missing, or not a tokenizer.
+            CheckpointFileError: if a file cannot be read, or there is no tokenizer.
             MissingExtraError: if the library ``tokenizers`` is not installed.
         """
-        self._directory = Path(directory)
-        tokenizer = load_tokenizer(self._directory)
+        directory = Path(directory)
+        tokenizer = load_tokenizer(directory)
         if tokenizer is None:
-            raise CheckpointFileError(self._directory, "no tokenizer.json")
+            raise CheckpointFileError(directory, "no tokenizer.json")
         # A file may ask for truncation to the length that its model was trained on.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        return ChatTemplate(self._directory)
+        self._template = ChatTemplate(directory)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt, with the special tokens that the tokenizer adds.

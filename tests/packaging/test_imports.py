@@ -6,13 +6,17 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import radixkv
+from radixkv.scheduler.serving import LLM
+
 ROOT = Path(__file__).parents[2]
 
-FOLDERS = ("spec", "kernels", "kvcache", "scheduler")
+FOLDERS = ("package", "spec", "kernels", "kvcache", "scheduler")
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -41,12 +45,12 @@ def _loaded(program: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
-@pytest.mark.parametrize("package", ["radixkv.kvcache", "radixkv.spec"])
+@pytest.mark.parametrize("package", ["radixkv", "radixkv.kvcache", "radixkv.spec"])
 def test_the_control_plane_loads_no_jax(package: str) -> None:
     loaded = _loaded(f"import {package}")
     assert "radixkv" in loaded
     assert loaded.isdisjoint({"jax", "jaxlib", "jaxtyping"})
-    assert package != "radixkv.spec" or loaded.isdisjoint({"numpy", "hypothesis", "pytest"})
+    assert package == "radixkv.kvcache" or loaded.isdisjoint({"numpy", "hypothesis", "pytest"})
 
 
 HELP = """
@@ -61,3 +65,12 @@ assert not status, status
 
 def test_help_loads_neither_jax_nor_numpy() -> None:
     assert _loaded(HELP).isdisjoint({"jax", "jaxlib", "numpy", "hypothesis"})
+
+
+def test_the_root_has_the_version_and_the_llm() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        version = tomllib.load(file)["project"]["version"]
+    assert radixkv.__version__ == version
+    assert radixkv.LLM is LLM
+    with pytest.raises(AttributeError, match=r"^module 'radixkv' has no attribute 'nothing'$"):
+        radixkv.nothing  # noqa: B018

@@ -1,4 +1,4 @@
-"""The wheel holds every module and data file of the four folders, and nothing else."""
+"""The wheel holds every module and data file of the library's folders, and nothing else."""
 
 import shutil
 import subprocess
@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("spec", "kernels", "kvcache", "scheduler")
+FOLDERS = {
+    "package": "radixkv",
+    "spec": "radixkv/spec",
+    "kernels": "radixkv/kernels",
+    "kvcache": "radixkv/kvcache",
+    "scheduler": "radixkv/scheduler",
+}
+"""Where each is installed."""
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 
@@ -20,10 +27,10 @@ def _pyproject() -> dict[str, Any]:
 
 
 def _files(pattern: str) -> set[str]:
-    """Files of the four folders that match, as paths inside a wheel."""
+    """Files of the folders that match, as paths inside a wheel."""
     return {
-        f"radixkv/{path.relative_to(ROOT).as_posix()}"
-        for folder in FOLDERS
+        f"{installed}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder, installed in FOLDERS.items()
         for path in (ROOT / folder).rglob(pattern)
         if path.is_file() and "__pycache__" not in path.parts
     }
@@ -54,17 +61,15 @@ def test_every_module_is_in_the_wheel(wheel_names: set[str]) -> None:
 
 def test_data_files_are_in_the_wheel(wheel_names: set[str]) -> None:
     data = {name for name in wheel_names if not name.endswith(".py")}
-    assert {f"radixkv/{folder}/py.typed" for folder in FOLDERS} <= data
+    assert {f"{installed}/py.typed" for installed in FOLDERS.values()} <= data
     assert "radixkv/scheduler/data/conversation_1000.jsonl" in data
     assert data == {name for name in _files("*") if PurePosixPath(name).suffix != ".py"}
 
 
 def test_package_list_covers_every_folder_with_an_init() -> None:
     setuptools_table = _pyproject()["tool"]["setuptools"]
-    found = {
-        ".".join(PurePosixPath(name).parent.parts): "/".join(PurePosixPath(name).parent.parts[1:])
-        for name in _files("__init__.py")
-    }
+    names = [PurePosixPath(name).parent.parts for name in _files("__init__.py")]
+    found = {".".join(parts): "/".join(parts[1:]) or "package" for parts in names}
     assert set(setuptools_table["packages"]) == set(found)
     assert setuptools_table["package-dir"] == found
 

@@ -125,6 +125,13 @@ def test_templates_that_fail(tmp_path, template, problem):
         tokenizer.encode_chat(MESSAGES)
 
 
+def test_the_files_are_read_once(directory):
+    tokenizer = TextTokenizer(directory)
+    for path in directory.iterdir():
+        path.unlink()
+    assert tokenizer.encode_chat(MESSAGES)
+
+
 def test_a_role_that_the_template_does_not_know(directory):
     with pytest.raises(ChatTemplateError, match=r"unknown role tool$"):
         TextTokenizer(directory).encode_chat([{"role": "tool", "content": "x"}])
@@ -156,10 +163,10 @@ def test_files_that_are_missing_or_broken(tmp_path):
         tokenizer.encode_chat(MESSAGES)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(CheckpointFileError, match=r"chat_template\.jinja: cannot be read: 'utf-8'"):
-        tokenizer.encode_chat(MESSAGES)
+        TextTokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(CheckpointFileError, match=r"tokenizer_config\.json: "):
-        tokenizer.encode_chat(MESSAGES)
+        TextTokenizer(tmp_path)
 
 
 def test_libraries_that_are_not_installed(directory, without):

@@ -1,0 +1,197 @@
+"""`LLM`: a model by its name, with text in and text out."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+
+from ...kvcache import Tokens
+from ..engine import Engine
+from ..errors import EngineClosedError, RequestError
+from ..models import load_model
+from ..request import Request
+from ..text import TextTokenizer, locate_model
+from .async_engine import DEFAULTS, AsyncEngine
+from .outputs import Completion, GenerationOutput
+from .params import GenerationParams
+from .sizes import choose_sizes, device_memory
+
+_LOGGER = logging.getLogger("radixkv.scheduler.serving")
+
+Prompt = str | Tokens
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model that completes texts and chats, many at a time, for one thread.
+
+    Prompts with a common prefix share its blocks, also from one call to the next.
+
+    Attributes:
+        engine: the engine, for `Engine.stats` and `Engine.reset_cache`.
+        tokenizer: tokenizer and chat template; None if the checkpoint has none.
+        sizes: sizes of the engine; `str` says in one line what they take of the memory.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        revision: str | None = None,
+        dtype: DTypeLike = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_model_len: int | None = None,
+        max_running: int | None = None,
+        token_budget: int | None = None,
+        memory_fraction: float | None = None,
+    ) -> None:
+        """Load a model, allocate its blocks, and compile its programs.
+
+        Args:
+            model: directory of a Hugging Face checkpoint, or name on the hub; see `locate_model`.
+            revision: branch, tag or commit on the hub.
+            dtype: dtype of weights and KV; see `model_dtype`.
+            block_size: tokens per block.
+            num_blocks: number of blocks; default: as many as ``memory_fraction`` allows.
+            max_model_len: limit of prompt and output together, in tokens; default: that of the
+                model, or what fits into all blocks.
+            max_running: most requests at a time; default: 128, or 16 on a CPU.
+            token_budget: most tokens of a step; default: 1,024, or 256 on a CPU.
+            memory_fraction: part of the device's memory that weights and blocks may take together;
+                default: 0.9, or 0.3 on a CPU.
+
+        Raises:
+            ModelNotFoundError: if there is no such model, or no network to load it.
+            CheckpointError: if the model cannot be loaded.
+            MissingExtraError: if a library of the extra ``text`` is needed and not installed.
+            ConfigError, CountError: for sizes that cannot work, or do not fit the memory.
+        """
+        directory = locate_model(model, revision)
+        has_tokenizer = (directory / "tokenizer.json").exists()
+        self.tokenizer = TextTokenizer(directory) if has_tokenizer else None
+        loaded = load_model(directory, dtype)
+        embedding = loaded.params.embedding
+        weights = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(loaded.params)}  # some tied
+        self.sizes = choose_sizes(
+            loaded.config,
+            embedding.dtype.itemsize,
+            device_memory(embedding, sum(weights.values())),
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            max_running=max_running,
+            token_budget=token_budget,
+            memory_fraction=memory_fraction,
+        )
+        _LOGGER.info("%s: %s", model, self.sizes)
+        self.engine = Engine(
+            loaded,
+            block_size=self.sizes.block_size,
+            num_blocks=self.sizes.num_blocks,
+            token_budget=self.sizes.token_budget,
+            max_running=self.sizes.max_running,
+            max_model_len=self.sizes.max_model_len,
+        )
+        self._name = str(model)
+        self._eos_token_ids = loaded.config.eos_token_ids
+        self._numbers = itertools.count()
+        self._is_served = False
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        params: GenerationParams | Sequence[GenerationParams] = DEFAULTS,
+    ) -> list[GenerationOutput]:
+        """Complete prompts, and return their outputs in order.
+
+        Args:
+            prompts: one text, or a list of prompts: each a text, or token ids.
+            params: for all prompts, or for each of them.
+
+        Raises:
+            RequestError, TokenError, RequestTooLargeError: for a prompt or parameters that the
+                model cannot take. Then nothing is generated.
+            EngineClosedError: after `serve`.
+        """
+        if self._is_served:
+            raise EngineClosedError("the engine is served by an AsyncEngine")
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        all_params = [params] * len(prompts) if isinstance(params, GenerationParams) else params
+        if len(all_params) != len(prompts):
+            raise RequestError(f"got params for {len(all_params)} of {len(prompts)} prompts")
+        return self._run([self._begin(*each) for each in zip(prompts, all_params, strict=True)])
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: GenerationParams | Sequence[GenerationParams] = DEFAULTS,
+        **variables: object,
+    ) -> list[GenerationOutput]:
+        """Answer conversations, and return the outputs in order.
+
+        Args:
+            messages: one conversation, such as ``[{"role": "user", "content": "Hello"}]``, or a
+                list of conversations.
+            params: for all conversations, or for each of them.
+            **variables: variables of the chat template, such as ``enable_thinking``.
+
+        Raises:
+            ChatTemplateError: if there is no chat template, or it refuses the messages.
+            RequestError, TokenError, RequestTooLargeError, EngineClosedError: see `generate`.
+        """
+        if self.tokenizer is None:
+            raise RequestError(f"{self._name} has no tokenizer, which a chat needs")
+        is_one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_one else messages
+        encode = self.tokenizer.encode_chat
+        return self.generate([encode(each, **variables) for each in conversations], params)
+
+    def serve(self) -> AsyncEngine:
+        """Start an `AsyncEngine` over the engine, which `generate` can no longer use."""
+        if self._is_served:
+            raise EngineClosedError("the engine is served by an AsyncEngine")
+        self._is_served = True
+        return AsyncEngine(self.engine, self.tokenizer, eos_token_ids=self._eos_token_ids)
+
+    def __repr__(self) -> str:
+        return f"LLM({self._name!r}: {self.sizes})"
+
+    def _begin(self, prompt: Prompt, params: GenerationParams) -> tuple[Request, Completion]:
+        request_id = f"prompt-{next(self._numbers)}"
+        request = params.make_request(request_id, prompt, self.tokenizer, self._eos_token_ids)
+        return request, Completion(request, self.tokenizer, params.stop)
+
+    def _run(self, begun: Sequence[tuple[Request, Completion]]) -> list[GenerationOutput]:
+        completions = {request.request_id: completion for request, completion in begun}
+        outputs: dict[str, GenerationOutput] = {}
+        try:
+            for request, _ in begun:
+                self.engine.add_request(request)
+            while self.engine.has_work:
+                ended = self.engine.step()
+                # The device computes the next step meanwhile.
+                for request in (*ended, *self.engine.scheduler.running):
+                    completion = completions.get(request.request_id)
+                    if completion is not None and (request.finish_reason or completion.has_stop):
+                        self._look(request, completion, outputs)
+        except BaseException:
+            for request, _ in begun:
+                self.engine.abort(request.request_id)
+            raise
+        return [outputs[request.request_id] for request, _ in begun]
+
+    def _look(
+        self, request: Request, completion: Completion, outputs: dict[str, GenerationOutput]
+    ) -> None:
+        """Keep the output if the request has ended, or if a stop string ends it now."""
+        output = completion.take(len(request.output_tokens), request.finish_reason)
+        if output is not None and output.finish_reason is not None:
+            outputs[request.request_id] = output
+            self.engine.abort(request.request_id)

@@ -1,0 +1,154 @@
+"""Default sizes of an engine: those that fit the model and the memory of the device."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import jax
+
+from ..errors import ConfigError
+from ..models import ModelConfig
+
+_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of the device that computes.
+
+    Attributes:
+        platform: JAX's name of the kind of device, such as "cpu".
+        num_bytes: memory that JAX may use; of a CPU, that of the machine or of its container.
+        used_bytes: what is in use, with the weights.
+    """
+
+    platform: str
+    num_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """Sizes of an engine, and the memory that they take; as a string, one line.
+
+    Attributes:
+        block_size, num_blocks, token_budget, max_running, max_model_len: see `Engine`.
+        used_bytes: memory in use before the blocks are allocated, most of it the weights.
+        bytes_per_block: keys and values of a block in all layers.
+        memory_bytes: memory of the device.
+    """
+
+    block_size: int
+    num_blocks: int
+    token_budget: int
+    max_running: int
+    max_model_len: int
+    used_bytes: int
+    bytes_per_block: int
+    memory_bytes: int
+
+    def __str__(self) -> str:
+        total = self.used_bytes + (self.num_blocks + 1) * self.bytes_per_block  # and the padding
+        return (
+            f"{_bytes(self.used_bytes)} of weights and {self.num_blocks:,} blocks of "
+            f"{self.block_size} tokens take {_bytes(total)} of {_bytes(self.memory_bytes)} "
+            f"({total / self.memory_bytes:.0%}); {self.max_running} requests at a time, of up to "
+            f"{self.max_model_len:,} tokens, {self.token_budget:,} tokens per step"
+        )
+
+
+def device_memory(weights: jax.Array, weight_bytes: int) -> DeviceMemory:
+    """Return the memory of the device that holds an array.
+
+    Args:
+        weights: any of the parameters.
+        weight_bytes: size of all of them.
+
+    Raises:
+        ConfigError: if the device does not tell.
+    """
+    device = next(iter(weights.devices()))
+    if device.platform == "cpu":
+        return DeviceMemory("cpu", machine_memory(), weight_bytes)
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise ConfigError(f"{device.device_kind} does not report its memory: choose num_blocks")
+    return DeviceMemory(
+        device.platform, stats["bytes_limit"], max(weight_bytes, stats.get("bytes_in_use", 0))
+    )
+
+
+def machine_memory() -> int:
+    """Return the memory of the machine, or the limit of its container, in bytes."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(physical, int(_CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):  # no such file, or "max"
+        return physical
+
+
+def choose_sizes(
+    config: ModelConfig,
+    itemsize: int,
+    memory: DeviceMemory,
+    *,
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    token_budget: int | None = None,
+    max_running: int | None = None,
+    max_model_len: int | None = None,
+    memory_fraction: float | None = None,
+) -> EngineSizes:
+    """Return the given sizes, and defaults for the others.
+
+    A default number of blocks is as large as the memory allows, but no larger than all requests can
+    use at once.
+
+    Args:
+        config: configuration of the model.
+        itemsize: bytes per element of the KV.
+        memory: memory of the device.
+        block_size, num_blocks, token_budget, max_running, max_model_len: sizes, see `Engine`.
+        memory_fraction: part of the memory that weights and blocks may take together; default: 0.9,
+            or 0.3 on a CPU, whose memory others need as well. It does not limit `num_blocks` if
+            that is given.
+
+    Raises:
+        ConfigError: for a fraction that is none, or if there is no room for a block.
+    """
+    is_cpu = memory.platform == "cpu"
+    fraction = (0.3 if is_cpu else 0.9) if memory_fraction is None else memory_fraction
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"memory_fraction must be above 0 and at most 1, got {fraction}")
+    token_budget = token_budget or (256 if is_cpu else 1024)
+    max_running = max_running or min(16 if is_cpu else 128, token_budget)
+    elements_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    bytes_per_block = elements_per_token * block_size * itemsize
+    if num_blocks is None:
+        room = (int(fraction * memory.num_bytes) - memory.used_bytes) // bytes_per_block - 1
+        if room < 1:  # a block more is the padding
+            raise ConfigError(
+                f"the model takes {_bytes(memory.used_bytes)}, and a fraction of {fraction} of "
+                f"{_bytes(memory.num_bytes)} has no room for blocks of {_bytes(bytes_per_block)}"
+            )
+        longest = min(max_model_len or config.max_positions, room * block_size)
+        num_blocks = min(room, max_running * -(-longest // block_size))
+    return EngineSizes(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        token_budget=token_budget,
+        max_running=max_running,
+        max_model_len=max_model_len or min(config.max_positions, num_blocks * block_size),
+        used_bytes=memory.used_bytes,
+        bytes_per_block=bytes_per_block,
+        memory_bytes=memory.num_bytes,
+    )
+
+
+def _bytes(num_bytes: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.3g} {unit}"
+    return f"{num_bytes / 2**10:.3g} KiB"

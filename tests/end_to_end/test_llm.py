@@ -1,0 +1,206 @@
+"""`radixkv.LLM`: a checkpoint with a tokenizer, text in and text out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import radixkv
+from radixkv.kvcache import RequestTooLargeError, TokenError
+from radixkv.scheduler import (
+    ConfigError,
+    EngineClosedError,
+    GenerationParams,
+    RequestError,
+    SamplingParams,
+)
+from radixkv.scheduler.models import CheckpointFileError, make_tiny_checkpoint
+from radixkv.scheduler.text import ChatTemplateError, ModelNotFoundError
+
+from ..tokenizers import add_tokenizer, byte_level
+from .conftest import assert_nothing_leaked, complete, fresh
+
+SIZES: dict[str, Any] = {
+    "block_size": 4,
+    "num_blocks": 96,
+    "max_model_len": 128,
+    "max_running": 4,
+    "token_budget": 32,
+}
+PARAMS = GenerationParams(max_tokens=24)
+PROMPTS = ["the cache holds", "the cache holds the keys", "naïve 🙂"]
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llm")
+    make_tiny_checkpoint(directory, "qwen3", overrides={"vocab_size": 340})
+    add_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def compiled(model_directory: Path) -> radixkv.LLM:
+    return radixkv.LLM(model_directory, **SIZES)
+
+
+@pytest.fixture
+def llm(compiled: radixkv.LLM, monkeypatch: pytest.MonkeyPatch) -> radixkv.LLM:
+    monkeypatch.setattr(compiled, "_is_served", False)
+    options: dict[str, Any] = {"token_budget": 32, "max_running": 4}
+    monkeypatch.setattr(compiled, "engine", fresh(compiled.engine, **options))
+    return compiled
+
+
+def test_text_in_and_text_out(llm):
+    tokenizer = byte_level()
+    prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    expected = complete(fresh(llm.engine, token_budget=32, max_running=4), prompts, 24)
+    ends = [tokens.index(1) + 1 if 1 in tokens else 24 for tokens in expected]
+    outputs = llm.generate(PROMPTS, PARAMS)
+    for output, prompt, tokens, end in zip(outputs, prompts, expected, ends, strict=True):
+        assert output.token_ids == tuple(tokens[:end])
+        assert output.text == output.new_text == tokenizer.decode(tokens[:end])
+        assert output.num_prompt_tokens == len(prompt)
+        assert output.finish_reason == ("stop" if tokens[end - 1] == 1 else "length")
+    assert_nothing_leaked(llm.engine)
+    [again] = llm.generate(PROMPTS[1], PARAMS)
+    assert (again.text, again.hits.device > 0) == (outputs[1].text, True)
+    assert llm.generate([prompts[2]], PARAMS)[0].text == outputs[2].text
+    assert llm.generate([], PARAMS) == []
+
+
+def test_parameters_may_differ_by_prompt(llm):
+    draws = GenerationParams(12, SamplingParams(temperature=1.2, seed=5), ignore_eos=True)
+    both = llm.generate([PROMPTS[0], PROMPTS[0]], [PARAMS, draws])
+    [greedy], [drawn] = llm.generate(PROMPTS[0], PARAMS), llm.generate(PROMPTS[0], draws)
+    assert [output.text for output in both] == [greedy.text, drawn.text]
+    assert len(drawn.token_ids) == 12
+    with pytest.raises(RequestError, match=r"^got params for 1 of 2 prompts$"):
+        llm.generate(PROMPTS[:2], [PARAMS])
+
+
+def test_stop_strings_end_some_of_the_outputs(llm):
+    params = GenerationParams(max_tokens=48, ignore_eos=True)
+    plain = llm.generate(PROMPTS, params)
+    text = plain[0].text
+    stop = next(text[i : i + 2] for i in range(8, len(text)) if "�" not in text[i : i + 2])
+    stopping = GenerationParams(max_tokens=48, ignore_eos=True, stop=stop)
+    first, second, third = llm.generate(PROMPTS, [stopping, params, params])
+    assert (first.text, first.finish_reason) == (text[: text.index(stop)], "stop")
+    assert first.token_ids == plain[0].token_ids[: len(first.token_ids)]
+    assert len(first.token_ids) < 48
+    assert [second.text, third.text] == [plain[1].text, plain[2].text]
+    assert_nothing_leaked(llm.engine)
+
+
+def test_chats(llm):
+    tokenizer = byte_level()
+    chat = [{"role": "user", "content": "the cache"}]
+    text = "<s><|user|>the cache</s><|assistant|>"
+    [expected] = llm.generate([tokenizer.encode(text).ids], PARAMS)
+    [shouted] = llm.generate([tokenizer.encode(f"{text}!").ids], PARAMS)
+    assert [output.text for output in llm.chat(chat, PARAMS)] == [expected.text]
+    both = llm.chat([chat, chat], PARAMS, shout=True)
+    assert [output.text for output in both] == [shouted.text] * 2
+    with pytest.raises(ChatTemplateError, match=r"unknown role robot$"):
+        llm.chat([{"role": "robot", "content": "x"}], PARAMS)
+    with pytest.raises(RequestError, match=r"^messages must be dictionaries with role and content"):
+        llm.chat("the cache")
+    assert llm.chat([]) == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "text"),
+    [
+        ([400], RequestError, "token 400 at position 0 is outside the vocabulary of 340"),
+        ([2] * 120, RequestError, "120 prompt tokens and 24 new ones are more than max_model_len"),
+        ([], RequestError, "has an empty prompt"),
+        ("", RequestError, "has an empty prompt"),
+        (7, TokenError, "tokens must be an int32 array or a list, got 7"),
+        ("\ud83d", RequestError, "the prompt is not text: "),
+    ],
+)
+def test_a_bad_prompt_is_refused_with_all_of_its_call(llm, bad, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        llm.generate([PROMPTS[0], bad, PROMPTS[1]], PARAMS)
+    assert_nothing_leaked(llm.engine)
+    assert llm.engine.stats().steps == 0
+    assert len(llm.generate(PROMPTS, PARAMS)) == 3
+
+
+def test_an_interruption_ends_the_requests(llm, monkeypatch):
+    step, steps = llm.engine.step, []
+
+    def interrupted() -> Any:
+        steps.append(0)
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, PARAMS)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    assert [output.finish_reason for output in outputs] != ["abort"] * 3
+    assert_nothing_leaked(llm.engine)
+
+
+def test_serving(llm):
+    [expected] = llm.generate(PROMPTS[0], PARAMS)
+
+    async def main() -> None:
+        async with llm.serve() as engine:
+            text = r"^the engine is served by an AsyncEngine$"
+            with pytest.raises(EngineClosedError, match=text):
+                llm.generate(PROMPTS[0], PARAMS)
+            with pytest.raises(EngineClosedError, match=text):
+                llm.serve()
+            stream = engine.generate(PROMPTS[0], PARAMS)
+            assert "".join([output.new_text async for output in stream]) == expected.text
+
+    asyncio.run(main())
+
+
+def test_sizes_are_said_in_a_line(llm, model_directory, caplog):
+    assert repr(llm) == f"LLM({str(model_directory)!r}: {llm.sizes})"
+    assert "\n" not in repr(llm)
+    assert llm.sizes.num_blocks == 96
+    # The sizes are chosen, and said, before the engine checks them.
+    with (
+        caplog.at_level(logging.INFO, "radixkv.scheduler.serving"),
+        pytest.raises(ConfigError, match=r"^max_running must be at most token_budget 32, got 64$"),
+    ):
+        radixkv.LLM(model_directory, **SIZES | {"max_running": 64})
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"{model_directory}: ")
+    assert " of weights and 96 blocks of 4 tokens take " in record.getMessage()
+
+
+def test_models_that_cannot_be_loaded(tmp_path, model_directory):
+    with pytest.raises(ModelNotFoundError, match=r"^\./nothing: no such directory, and not the"):
+        radixkv.LLM("./nothing")
+    with pytest.raises(CheckpointFileError):
+        radixkv.LLM(tmp_path)
+    with pytest.raises(ConfigError, match=r"^memory_fraction must be above 0"):
+        radixkv.LLM(model_directory, memory_fraction=2.0)
+    with pytest.raises(RequestTooLargeError):
+        radixkv.LLM(model_directory, **SIZES | {"num_blocks": 4}).generate(
+            "the cache", GenerationParams(max_tokens=100)
+        )
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_token_ids(llm, monkeypatch):
+    [expected] = llm.generate([[5, 6, 7]], PARAMS)
+    monkeypatch.setattr(llm, "tokenizer", None)
+    [output] = llm.generate([[5, 6, 7]], PARAMS)
+    assert (output.token_ids, output.text) == (expected.token_ids, "")
+    with pytest.raises(RequestError, match=r": prompt is text, but the engine has no tokenizer$"):
+        llm.generate("the cache")
+    with pytest.raises(RequestError, match=r" has no tokenizer, which a chat needs$"):
+        llm.chat([{"role": "user", "content": "x"}])

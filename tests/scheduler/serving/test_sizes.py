@@ -1,0 +1,151 @@
+"""Default sizes of an engine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.scheduler import ConfigError
+from radixkv.scheduler.models import ModelConfig, load_config, make_tiny_checkpoint
+from radixkv.scheduler.serving import sizes
+from radixkv.scheduler.serving.sizes import (
+    DeviceMemory,
+    choose_sizes,
+    device_memory,
+    machine_memory,
+)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    directory = tmp_path_factory.mktemp("model")
+    make_tiny_checkpoint(directory)
+    return load_config(directory)
+
+
+PER_TOKEN = 2 * 2 * 2 * 16 * 4
+"""Bytes of a token of the tiny model in float32: keys and values, layers, heads, dimensions."""
+
+
+@given(
+    platform=st.sampled_from(["cpu", "gpu"]),
+    num_bytes=st.integers(1, 2**38),
+    used_bytes=st.integers(0, 2**34),
+    fraction=st.none() | st.floats(0.01, 1),
+    block_size=st.integers(1, 256),
+    max_running=st.none() | st.integers(1, 256),
+    max_model_len=st.none() | st.integers(1, 8192),
+)
+def test_weights_and_blocks_fit_the_memory(
+    config, platform, num_bytes, used_bytes, fraction, block_size, max_running, max_model_len
+):
+    memory = DeviceMemory(platform, num_bytes, used_bytes)
+    limit = fraction or (0.3 if platform == "cpu" else 0.9)
+
+    def choose():
+        return choose_sizes(
+            config,
+            4,
+            memory,
+            block_size=block_size,
+            max_running=max_running,
+            max_model_len=max_model_len,
+            memory_fraction=fraction,
+        )
+
+    bytes_per_block = PER_TOKEN * block_size
+    if used_bytes + 2 * bytes_per_block > int(limit * num_bytes):  # a block, and the padding
+        with pytest.raises(ConfigError):
+            choose()
+        return
+    chosen = choose()
+    assert chosen.bytes_per_block == bytes_per_block
+    taken = used_bytes + (chosen.num_blocks + 1) * bytes_per_block
+    assert taken <= limit * num_bytes
+    most = chosen.max_running * -(-chosen.max_model_len // block_size)
+    is_full = taken + bytes_per_block > int(limit * num_bytes)
+    assert is_full or chosen.num_blocks == most
+    assert chosen.num_blocks <= most or max_model_len is None
+    assert chosen.max_running <= chosen.token_budget or max_running is not None
+    if max_model_len is None:
+        assert chosen.max_model_len == min(8192, chosen.num_blocks * block_size)
+    else:
+        assert chosen.max_model_len == max_model_len
+
+
+def test_sizes_that_are_given_are_taken(config):
+    chosen = choose_sizes(
+        config,
+        2,
+        DeviceMemory("gpu", 2**30, 2**29),
+        block_size=8,
+        num_blocks=10**6,
+        token_budget=64,
+        max_running=3,
+    )
+    found = (chosen.num_blocks, chosen.token_budget, chosen.max_running, chosen.max_model_len)
+    assert found == (10**6, 64, 3, 8192)
+    assert str(chosen) == (
+        "512 MiB of weights and 1,000,000 blocks of 8 tokens take 2.41 GiB of 1 GiB (241%); "
+        "3 requests at a time, of up to 8,192 tokens, 64 tokens per step"
+    )
+
+
+def test_no_room(config):
+    text = "the model takes 8 GiB, and a fraction of 0.5 of 16 GiB has no room for blocks of 8 KiB"
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+        choose_sizes(config, 4, DeviceMemory("gpu", 2**34, 2**33), memory_fraction=0.5)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 0, 1.1])
+def test_fractions_that_are_none(config, fraction):
+    text = f"^memory_fraction must be above 0 and at most 1, got {re.escape(str(fraction))}$"
+    with pytest.raises(ConfigError, match=text):
+        choose_sizes(config, 4, DeviceMemory("gpu", 2**34, 0), memory_fraction=fraction)
+
+
+def test_the_memory_of_a_machine_is_that_of_its_container(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(sizes, "_CGROUP_LIMIT", limit)
+    physical = machine_memory()
+    assert physical > 2**28
+    limit.write_text("max\n")
+    assert machine_memory() == physical
+    limit.write_text("1000000\n")
+    assert machine_memory() == 1_000_000
+    assert device_memory(jnp.zeros(1), 5) == DeviceMemory("cpu", 1_000_000, 5)
+
+
+class FakeArray:
+    """An array on a GPU that reports some memory."""
+
+    platform, device_kind = "gpu", "GPU X"
+
+    def __init__(self, stats: dict[str, int] | None) -> None:
+        self._stats = stats
+
+    def devices(self) -> set[FakeArray]:
+        return {self}
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return self._stats
+
+
+def test_the_memory_of_a_gpu():
+    array = FakeArray({"bytes_limit": 100, "bytes_in_use": 30})
+    assert device_memory(array, 20) == DeviceMemory("gpu", 100, 30)  # type: ignore[arg-type]
+    nothing: dict[str, int] = {}
+    for stats in (None, nothing):
+        text = "^GPU X does not report its memory: choose num_blocks$"
+        with pytest.raises(ConfigError, match=text):
+            device_memory(FakeArray(stats), 20)  # type: ignore[arg-type]
+
+
+def test_the_tiny_model_is_as_these_tests_say(config: ModelConfig) -> None:
+    assert 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4 == PER_TOKEN
+    assert Path("/sys/fs/cgroup/memory.max") == sizes._CGROUP_LIMIT
