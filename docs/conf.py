@@ -40,6 +40,7 @@ extensions = [
 ]
 exclude_patterns = ["_build", "_generate", "_generated/*.md", "examples/*.rst"]
 default_role = "py:obj"  # single backticks in docstrings link to an object; double ones are code
+highlight_language = "text"  # after :: in docstrings, most of which are diagrams
 html_theme = "furo"
 html_title = f"radixkv {release}"
 html_static_path = ["_static"]

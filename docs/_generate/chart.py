@@ -15,7 +15,7 @@ from tables import DOCS
 PAGE: Final = DOCS / "figures.md"
 
 ROW_HEIGHT: Final = 30
-NAMES: Final = 290
+NAMES: Final = 305
 """Width of the names."""
 
 BARS: Final = 370
