@@ -35,8 +35,9 @@ class Detokenizer:
         self.text = ""
         self.pending = ""
         self._tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
-        self._special = {token for token, each in added.items() if each.special}
+        # By name, as in the library: a normalizer may have renamed the token, which then has text.
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._no_text = {None, *(each.content for each in added if each.special)}
         self._window: list[int] = []
         self._num_context = 0  # leading tokens of the window whose text has been given
         self._context_length = 0  # characters of them
@@ -45,7 +46,7 @@ class Detokenizer:
     def push(self, tokens: Sequence[int]) -> None:
         """Append tokens. Special ones, and those that the tokenizer does not know, have no text."""
         names = {token: self._tokenizer.id_to_token(token) for token in tokens}
-        new = [t for t in tokens if names[t] is not None and t not in self._special]
+        new = [token for token in tokens if names[token] not in self._no_text]
         if not new:
             return
         self._window += new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -178,3 +179,15 @@ def test_a_stop_string_may_end_with_what_is_no_character():
     assert output.text == "the"
     assert output.push([], is_end=True) == 0
     assert output.text == "the"
+
+
+def test_a_special_token_that_the_normalizer_renames_has_text():
+    entries = json.loads(words().to_str())  # as in converted Llama checkpoints
+    entries["added_tokens"] = [{**each, "normalized": True} for each in entries["added_tokens"]]
+    entries["normalizer"] = {"type": "Prepend", "prepend": "▁"}
+    tokenizer = Tokenizer.from_str(json.dumps(entries))
+    assert (tokenizer.id_to_token(1), tokenizer.decode([4, 1])) == ("▁</s>", "the </s>")
+    detokenizer = Detokenizer(tokenizer)
+    detokenizer.push([4])
+    detokenizer.push([1])
+    assert detokenizer.text == "the </s>"
