@@ -57,11 +57,8 @@ class Detokenizer:
             return
         self.text += self._open
         self.pending = self._open = ""
-        # A context without text would not keep a decoder from treating its successor as the first.
-        context = self._window[self._num_context :]
-        if text := self._decode(context):
-            self._window, decoded = context, text
-        self._num_context, self._context_length = len(self._window), len(decoded)
+        self._window = self._window[self._num_context :]
+        self._num_context, self._context_length = len(self._window), len(self._decode(self._window))
 
     def finish(self) -> None:
         """Make all text final, also that of unfinished characters."""
