@@ -508,11 +508,14 @@ def test_a_failure_reaches_calls_that_wait(served):
     first = engine._thread.call(exit_thread)
     entered.wait()
     second, third = engine._thread.call(Engine.stats), engine._thread.call(Engine.stats)
+    stream = engine.generate(PROMPTS[0], PARAMS)  # behind them
     assert third.cancel()
     leave.set()
     for call in (first, second):
         with pytest.raises(EngineFailedError, match=r"^the engine has failed: SystemExit\(\)$"):
             call.result()
+    with pytest.raises(EngineFailedError, match=r"^the engine has failed: SystemExit\(\)$"):
+        asyncio.run(last(stream))
     assert asyncio.run(engine.close())
 
 
