@@ -236,11 +236,11 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
             return False
         plan = self.scheduler.schedule()
         self._runner.start(plan)
-        if plan.chunks:
+        if plan.num_chunks:
             self._in_flight.append(plan)
             self._num_started += 1
         has_stepped = bool(self._in_flight)
-        if has_stepped and (not plan.chunks or len(self._in_flight) == self.scheduler.depth):
+        if has_stepped and (not plan.num_chunks or len(self._in_flight) == self.scheduler.depth):
             self._read()
         return has_stepped
 
