@@ -53,7 +53,7 @@ def test_a_part_larger_than_the_pool_is_refused() -> None:
     assert slot is not None
     assert pool.allocate(1) is None
     pool.free(slot)
-    with pytest.raises(AssertionError, match=r"is free already$"):
+    with pytest.raises(AssertionError, match=r"(?m)is free already$"):
         pool.free(slot)
 
 
