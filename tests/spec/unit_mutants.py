@@ -117,8 +117,10 @@ class PackageCopy:
         self._folder = folder
         self._chosen = ["-m", ""] if slow else []
         package = folder / "radixkv"
+        no_code = shutil.ignore_patterns("*.pyc")
+        shutil.copytree(ROOT / "package", package, ignore=no_code)
         for name in ("spec", "kernels", "kvcache", "scheduler"):
-            shutil.copytree(ROOT / name, package / name, ignore=shutil.ignore_patterns("*.pyc"))
+            shutil.copytree(ROOT / name, package / name, ignore=no_code)
 
     def run_tests(self, file: str, source: str, tests: Sequence[str], limit_s: float) -> str:
         """Run tests with another source of a file; return what fails, see `Result.killed_by`."""

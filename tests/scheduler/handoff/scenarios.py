@@ -259,6 +259,16 @@ def offered_blocks_stay_when_another_request_publishes_the_same(h: ModuleType) -
     assert pair.p_manager.stats().private_blocks == 0
 
 
+def a_chunk_is_published_with_its_last_group(h: ModuleType) -> None:
+    pair = Pair(h, num_groups=2)
+    pair.granted()
+    pair.p.computed(KEY, len(PROMPT), 0)
+    assert pair.p_manager.match(PROMPT).num_tokens == 0, "group 1 of the KV is not written yet"
+    pair.p.computed(KEY, len(PROMPT), 1)
+    whole = len(PROMPT) - len(PROMPT) % pair.p_manager.block_size
+    assert pair.p_manager.match(PROMPT).num_tokens == whole
+
+
 def a_refused_prompt_is_not_matchable(h: ModuleType) -> None:
     pair = Pair(h)
     held = pair.d_manager.admit(pair.d_manager.match([1] * 10))
@@ -310,6 +320,7 @@ SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
     a_prompt_is_matchable_when_decoding_starts,
     a_failed_pull_holds_its_blocks_until_it_is_fenced,
     offered_blocks_stay_when_another_request_publishes_the_same,
+    a_chunk_is_published_with_its_last_group,
     a_refused_prompt_is_not_matchable,
     temporary_refusals_are_no_failures,
 ]
