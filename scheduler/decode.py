@@ -245,7 +245,7 @@ class DecodeScheduler(Scheduler):
     def update(self, plan: StepPlan, next_tokens: Sequence[int]) -> list[Request]:
         """Apply the results of the last plan; see `MixedScheduler.update`."""
         finished = self._batch.update(plan, next_tokens)
-        for request, _, _ in plan.chunks:
+        for request in plan.requests:
             # One that ended may be in later steps in flight, which use its blocks.
             if request.finish_reason is not None and request.lease is None:
                 self._report_end(request)

@@ -74,6 +74,18 @@ class StepPlan:
         decode = zip(self.decode.requests, self.decode.starts.tolist(), repeat(1))
         return [*map(Chunk._make, decode), *self.prefill]
 
+    @property
+    def requests(self) -> list[Request]:
+        """The request of each chunk."""
+        return [*self.decode.requests, *[chunk.request for chunk in self.prefill]]
+
+    def chunk(self, index: int) -> Chunk:
+        """Return one of `chunks`, without making all of them."""
+        decode, index_in_prefill = self.decode, index - self.num_decode
+        if index_in_prefill >= 0:
+            return self.prefill[index_in_prefill]
+        return Chunk(decode.requests[index], decode.starts.item(index), 1)
+
     @cached_property
     def table_rows(self) -> Int32Array:
         """The row of the block tables of each chunk, an int32 array; read it before ``update``."""

@@ -92,6 +92,7 @@ class Preemption:
             if not decoding:
                 return NO_ROWS
             rows = np.array([r.lease.row for r in decoding if r.lease is not None], np.int32)
+            assert len(rows) == len(decoding), "a request decodes without a lease"
             try:
                 self._manager.extend_batch(rows)
                 return DecodeRows(decoding, self._manager.tables.num_tokens[rows] - 1, rows)

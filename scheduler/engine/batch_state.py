@@ -95,7 +95,7 @@ class DeviceBatch:
         rows = plan.table_rows
         is_known = (self._slots[rows] >= 0) & (self._sent[rows] == tables.versions[rows])
         for index in np.flatnonzero(~is_known).tolist():
-            request, start, _ = plan.chunks[index]
+            request, start, _ = plan.chunk(index)
             row = rows.item(index)
             is_read = start < request.num_tokens
             if self._slots[row] < 0:

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from radixkv.kvcache import CountError, HostConfig
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.nodes.node import NodeEngine
-from radixkv.scheduler.request import Request
 
 from .cluster import Cluster
 from .conftest import complete, fresh, let_copies_end
 from .test_engine import PROMPTS
-from .test_overlap import NEW_TOKENS, sampling_of
+from .test_overlap import NEW_TOKENS, requests_of, sampling_of
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +45,9 @@ def test_tokens_do_not_depend_on_the_depth(served, depth, num_blocks, tiers, sto
     if tiers is not None:
         options |= {"host": HostConfig(64), "preempt": tiers}
     cluster = Cluster(compiled, decode=options, front={"max_attempts": 1000})
-    requests = []
-    for index, (prompt, stop) in enumerate(zip(PROMPTS, stops, strict=True)):
-        # Half of them end with the token of a place, where it occurs first.
-        stop_ids = [alone[index][stop]] if index % 2 else []
-        made = Request(
-            str(index), prompt, NEW_TOKENS, sampling=sampling_of(index), stop_token_ids=stop_ids
-        )
-        requests.append(made)
-        cluster.front.add_request(made)
+    requests = requests_of(alone, stops)
+    for request in requests:
+        cluster.front.add_request(request)
     number, ended = 0, []
     while cluster.front.has_work:
         ended += cluster.front.step()

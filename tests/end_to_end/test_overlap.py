@@ -36,6 +36,25 @@ def sampling_of(index: int) -> SamplingParams:
     return SAMPLED if index % 3 == 1 else GREEDY
 
 
+def requests_of(alone: list[list[int]], stops: list[int]) -> list[Request]:
+    """Return a request per prompt; half of them end with the token of a place, where it is first.
+
+    Args:
+        alone: what each prompt generates alone.
+        stops: the place in it, for each prompt.
+    """
+    return [
+        Request(
+            str(index),
+            prompt,
+            NEW_TOKENS,
+            sampling=sampling_of(index),
+            stop_token_ids=[alone[index][stop]] if index % 2 else [],
+        )
+        for index, (prompt, stop) in enumerate(zip(PROMPTS, stops, strict=True))
+    ]
+
+
 @settings(max_examples=12)
 @given(
     depth=st.integers(1, 3),
@@ -49,15 +68,9 @@ def test_tokens_do_not_depend_on_the_depth(served, depth, num_tokens, tiers, sto
     compiled, alone = served
     options: dict[str, Any] = {} if tiers is None else {"host": HostConfig(64), "preempt": tiers}
     engine = fresh(compiled, num_blocks=num_tokens // 4, depth=depth, reserve_tokens=0, **options)
-    requests = []
-    for index, (prompt, stop) in enumerate(zip(PROMPTS, stops, strict=True)):
-        # Half of them end with the token of a place, where it occurs first.
-        stop_ids = [alone[index][stop]] if index % 2 else []
-        made = Request(
-            str(index), prompt, NEW_TOKENS, sampling=sampling_of(index), stop_token_ids=stop_ids
-        )
-        requests.append(made)
-        engine.add_request(made)
+    requests = requests_of(alone, stops)
+    for request in requests:
+        engine.add_request(request)
     number, finished = 0, []
     while engine.has_work:
         finished += engine.step()

@@ -184,8 +184,8 @@ def _rehearse(
         if link is not None:
             link.dispatch(0.0)
             link.deliver(0.0)
-        if plan.chunks:
-            scheduler.update(plan, list(itertools.islice(new_tokens, len(plan.chunks))))
+        if plan.num_chunks:
+            scheduler.update(plan, list(itertools.islice(new_tokens, plan.num_chunks)))
     return scheduler.stats(), manager.stats().evicted_blocks
 
 

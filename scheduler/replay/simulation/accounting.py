@@ -138,7 +138,7 @@ class NodeAccounts:
         """
         for request in plan.preempted:
             self._preempt(self._entries[request.request_id], request)
-        for chunk in plan.chunks[plan.num_decode :]:
+        for chunk in plan.prefill:
             request, end = chunk.request, chunk.start + chunk.length
             entry = self._entries[request.request_id]
             if entry.cursor is None:

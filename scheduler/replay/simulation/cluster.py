@@ -261,13 +261,13 @@ class _Cluster:
 
     def _begin_step(self, name: str, node: _Node) -> None:
         plan = node.schedule()
-        if not plan.chunks:
+        if not plan.num_chunks:
             return
         step_s = self.costs.plan_s(plan)
         node.begin_step(step_s)
 
         def end() -> None:
-            num_chunks = len(plan.chunks)
+            num_chunks = plan.num_chunks
             node.end_step(plan, range(self.next_token, self.next_token + num_chunks))
             self.next_token += num_chunks
             self.changed.add(name)

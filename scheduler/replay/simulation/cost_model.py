@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ....kvcache.errors import RadixKVError
 from ...step_plan import StepPlan
 
@@ -167,12 +169,11 @@ class CostModel:
 
     def plan_s(self, plan: StepPlan) -> float:
         """Return the seconds that a planned step takes."""
-        decode, prefill = plan.chunks[: plan.num_decode], plan.chunks[plan.num_decode :]
         # A decode chunk is one token at position s: n = s + 1, and (n^2 - s^2) / 2 = s + 1/2.
-        starts = sum([chunk.start for chunk in decode])
-        context = starts + len(decode)
-        pairs = starts + 0.5 * len(decode)
-        for chunk in prefill:
+        starts = int(plan.decode.starts.sum(dtype=np.int64))
+        context = starts + plan.num_decode
+        pairs = starts + 0.5 * plan.num_decode
+        for chunk in plan.prefill:
             end = chunk.start + chunk.length
             context += end
             pairs += attention_pairs(chunk.start, end)

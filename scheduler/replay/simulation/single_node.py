@@ -202,7 +202,7 @@ class _Simulation:
         if self.links is not None:
             self.links.dispatch(self.clock_s)
         scheduling_s = time.thread_time() - started
-        if not plan.chunks:
+        if not plan.num_chunks:
             self.accounts.record_step(plan, self.clock_s)
             self._wait_for_copies()
             return True
@@ -211,7 +211,7 @@ class _Simulation:
         self.node.begin_step(step_s)
         self.clock_s += step_s
         self.accounts.record_step(plan, self.clock_s)
-        num_chunks = len(plan.chunks)
+        num_chunks = plan.num_chunks
         new_tokens = range(self.next_token, self.next_token + num_chunks)
         self.next_token += num_chunks
         self.computed_tokens += plan.num_tokens

@@ -46,6 +46,8 @@ def unpacked(chunks, shape: Shape, manager: CacheManager, *, width: int, num_dec
     """Send the requests to a device that knows none, and unpack a step of theirs."""
     plan = plan_of(chunks, num_decode)
     assert plan.chunks == chunks and plan.num_chunks == len(chunks)
+    assert [plan.chunk(index) for index in range(plan.num_chunks)] == chunks
+    assert plan.requests == [chunk.request for chunk in chunks]
     device = DeviceBatch(shape.num_rows, width)
     slots = device.send(plan, manager.tables)
     packed = pack(plan, slots, shape, manager.tables, manager.block_size)

@@ -149,10 +149,10 @@ DECODE_BUGS: Final = [
         "a preempted request counts as ended",
         DECODE,
         (
-            "        for request, _, _ in plan.chunks:\n",
+            "        for request in plan.requests:\n",
             "        for request in plan.preempted:\n"
             "            self._report_end(request)\n"
-            "        for request, _, _ in plan.chunks:\n",
+            "        for request in plan.requests:\n",
         ),
     ),
     bug(
