@@ -1,9 +1,21 @@
-"""Limits of the Mosaic kernels of the block copies."""
+"""Sizes and limits of the Mosaic kernels of the block copies."""
 
 import jax
 
 LANES = 128
 """Elements of a row, as the Mosaic kernels cut a block."""
+
+MAX_ROWS = 256
+"""Maximum rows of a TMA box."""
+
+# Not measured on a GPU yet. Two programs of 64 KiB fit an SM; six of their eight chunks are in
+# flight: 96 KiB, four times what 3.35 TB/s over 132 SMs needs at a latency of 1 us.
+CHUNK_BYTES = 16 * 1024
+STAGES = 4
+PROGRAMS_PER_CORE = 2
+
+POOLS_PER_LAUNCH = 16
+"""The kernel has separate copy instructions for each pool; compile time grows faster than that."""
 
 Pools = tuple[jax.Array, ...]
 

@@ -24,19 +24,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..mosaic_compat import Interpret, pl, plgpu, run
-from .config import LANES, Pools
-
-MAX_ROWS = 256
-"""Maximum rows of a TMA box."""
-
-# Not measured on a GPU yet. Two programs of 64 KiB fit an SM; six of their eight chunks are in
-# flight: 96 KiB, four times what 3.35 TB/s over 132 SMs needs at a latency of 1 us.
-CHUNK_BYTES = 16 * 1024
-STAGES = 4
-PROGRAMS_PER_CORE = 2
-
-POOLS_PER_LAUNCH = 16
-"""The kernel has separate copy instructions for each pool; compile time grows faster than that."""
+from .config import (
+    CHUNK_BYTES,
+    LANES,
+    MAX_ROWS,
+    POOLS_PER_LAUNCH,
+    PROGRAMS_PER_CORE,
+    STAGES,
+    Pools,
+)
 
 
 class Chunks(NamedTuple):

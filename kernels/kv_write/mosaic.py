@@ -17,13 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..mosaic_compat import Interpret, pl, plgpu, run
-
-# Not measured on a GPU yet; as in `block_copy`.
-STAGES = 4
-STAGE_BYTES = 16 * 1024
-PROGRAMS_PER_CORE = 2
-MAX_GROUP = 8
-"""Maximum tokens of a group; the kernel has separate copy instructions for each."""
+from .config import MAX_GROUP, PROGRAMS_PER_CORE, STAGE_BYTES, STAGES
 
 
 def group_tokens(num_tokens: int, token_bytes: int, num_programs: int) -> int:

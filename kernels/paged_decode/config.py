@@ -1,4 +1,4 @@
-"""Limits and launch configuration of the Mosaic kernel of `paged_decode`."""
+"""Sizes of `paged_decode`, and limits and launch configuration of its Mosaic kernel."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,18 @@ import jax
 
 from ..mosaic_limits import unsupported_attention
 
+# Both measured on CPU: smaller steps pay for loop overhead, larger ones for cache misses.
+CHUNK_TOKENS = 512
+"""KV tokens of a work item of the jnp backend; row lengths are rounded up to it."""
+
+STEP_BYTES = 2**21
+"""Keys of one loop step of the jnp backend in float32, which should stay in the CPU's cache."""
+
 WGMMA_ROWS = 64
 """Rows of a WGMMA tile, to which the queries of a KV head are padded."""
+
+COLUMNS = 64
+"""Columns that threads move between registers and shared memory at a time."""
 
 MAX_SPLITS = 64
 """Thread blocks per KV head that suffice for the whole bandwidth; more make the merge slower."""

@@ -66,12 +66,11 @@ from .. import mosaic_compat as mosaic
 from ..merge_states import merge_parts
 from ..mosaic_compat import Interpret, pl, plgpu
 from ..online_softmax import AttentionOptions
+from .config import COLUMNS, DecodeConfig
 from .config import WGMMA_ROWS as ROWS
-from .config import DecodeConfig
 
 LOWEST = -1e30  # instead of -inf: the difference of two is 0, not NaN
 LOG2E = math.log2(math.e)
-CHUNK = 64  # columns that threads move between registers and shared memory at a time
 
 
 class WorkTile(NamedTuple):
@@ -144,7 +143,7 @@ class Kernel:
 
     def column_chunks(self) -> list[Any]:
         """Column ranges in which threads read and write a tile."""
-        return [pl.ds(first, CHUNK) for first in range(0, self.head_dim, CHUNK)]
+        return [pl.ds(first, COLUMNS) for first in range(0, self.head_dim, COLUMNS)]
 
     def scratch(self, dtype: Any, pool_dtype: Any) -> dict[str, Any]:
         """Shared memory and barriers by name; `dtype` is that of the queries."""
@@ -157,7 +156,7 @@ class Kernel:
         # order, later the output; a part of a split's output; the queries tiled for WGMMA.
         staged = (
             plgpu.SMEM((ROWS, self.head_dim), dtype),
-            plgpu.SMEM((ROWS, CHUNK), jnp.float32),
+            plgpu.SMEM((ROWS, COLUMNS), jnp.float32),
             plgpu.SMEM((ROWS, self.head_dim), dtype, transforms=mosaic.tiles(dtype)),
         )
         scratch = {
@@ -365,7 +364,7 @@ class Kernel:
 
     def zero(self, work: WorkTile, start: Any, v: Any) -> None:
         """Zero the values of tokens that the row does not see, because 0 * NaN is NaN."""
-        shape = (self.config.tile_tokens, CHUNK)
+        shape = (self.config.tile_tokens, COLUMNS)
         visible = self.visible(work, start + self.iota(shape, 0, plgpu.Layout.WGMMA))
         for columns in self.column_chunks():
             values = self.cast(v[:, columns], plgpu.Layout.WGMMA)
@@ -393,16 +392,16 @@ class Kernel:
         real = pl.ds(0, self.group)
         target = refs.out.at[work.row, work.head, work.split]
         if self.config.splits == 1:
-            for first in range(0, self.head_dim, CHUNK):  # all at once takes too many registers
-                columns = slice(first, first + CHUNK)
+            for first in range(0, self.head_dim, COLUMNS):  # all at once takes too many registers
+                columns = slice(first, first + COLUMNS)
                 out[:, columns] = weighted[:, columns].astype(out.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out.at[real], target)
         else:
-            for first in range(0, self.head_dim, CHUNK):
-                part[...] = weighted[:, first : first + CHUNK]
+            for first in range(0, self.head_dim, COLUMNS):
+                part[...] = weighted[:, first : first + COLUMNS]
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(part.at[real], target.at[:, pl.ds(first, CHUNK)])
+                plgpu.copy_smem_to_gmem(part.at[real], target.at[:, pl.ds(first, COLUMNS)])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # `part` may be overwritten
         plgpu.wait_smem_to_gmem(0)
 

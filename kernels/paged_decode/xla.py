@@ -17,10 +17,7 @@ from ..online_softmax import (
     load_chunk,
     merge_into_rows,
 )
-
-# Both measured on CPU: smaller steps pay for loop overhead, larger ones for cache misses.
-CHUNK_TOKENS = 512  # KV tokens of a work item; row lengths are rounded up to it
-STEP_BYTES = 2**21  # keys of one loop step in float32, which should stay in the CPU's cache
+from .config import CHUNK_TOKENS, STEP_BYTES
 
 
 @partial(jax.jit, static_argnums=6)

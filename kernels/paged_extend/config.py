@@ -1,12 +1,20 @@
-"""Limits and launch configuration of the Mosaic kernel of `paged_extend`."""
+"""Sizes of `paged_extend`, and limits and launch configuration of its Mosaic kernel."""
 
 from dataclasses import dataclass
 
 import jax
 
 from ..mosaic_limits import unsupported_attention
-from .work_list import ALIGNMENT
 
+CHUNK_TOKENS = 256
+"""KV tokens of a step of the jnp backend."""
+TILE_TOKENS = 64
+"""Query tokens of a tile of the jnp backend, which read each chunk of KV together."""
+
+ALIGNMENT = 8
+"""Tokens. A tile starts at a multiple of it, the height of a swizzle tile of shared memory."""
+COLUMNS = 64
+"""Columns that the producer has in registers at a time; it has few."""
 ROWS = 64
 """Matrix rows of a consumer warpgroup, the height of WGMMA."""
 WARPGROUPS = 2

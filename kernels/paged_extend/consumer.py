@@ -10,9 +10,9 @@ from jaxtyping import Array
 
 from ..mosaic_compat import dot, dot_add, iota, layout_cast, load, pl, plgpu
 from ..online_softmax import optimization_barrier
-from .config import ROWS, WARPGROUPS
+from .config import ALIGNMENT, ROWS, WARPGROUPS
 from .kernel_params import MATRIX, KernelParams, KernelRefs, WorkTile
-from .work_list import ALIGNMENT, WorkItem
+from .work_list import WorkItem
 
 LOG2_E = math.log2(math.e)
 LOWEST = -1e30

@@ -51,9 +51,9 @@ from ..online_softmax import AttentionOptions
 from ..paged_decode.config import DecodeConfig
 from ..paged_decode.mosaic import decode
 from . import consumer, producer
-from .config import ROWS, TILE_ROWS, WARPGROUPS, ExtendConfig, tile_tokens_of
+from .config import ALIGNMENT, ROWS, TILE_ROWS, WARPGROUPS, ExtendConfig, tile_tokens_of
 from .kernel_params import KernelParams, KernelRefs
-from .work_list import ALIGNMENT, WorkItem, WorkList, attend_single_tokens, build_work_list
+from .work_list import WorkItem, WorkList, attend_single_tokens, build_work_list
 
 
 def kernel(params: KernelParams, *refs: Any) -> None:

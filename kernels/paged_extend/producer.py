@@ -8,15 +8,12 @@ from jax import lax
 from jaxtyping import Array
 
 from ..mosaic_compat import iota, layout_cast, load, pl, plgpu
-from .config import ROWS
+from .config import COLUMNS, ROWS
 from .kernel_params import MATRIX, KernelParams, KernelRefs
 from .work_list import WorkItem
 
 QUANTISED = plgpu.Layout.WGMMA_UPCAST_4X
 """Register layout of 1-byte numbers that becomes WGMMA's without moves between threads."""
-
-COLUMNS = 64
-"""Columns that are in registers at a time; the producer has few."""
 
 
 class Producer(NamedTuple):

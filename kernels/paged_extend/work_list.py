@@ -28,8 +28,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-ALIGNMENT = 8
-"""Tokens. A tile starts at a multiple of it, the height of a swizzle tile of shared memory."""
+from .config import ALIGNMENT
 
 
 class WorkItem(NamedTuple):

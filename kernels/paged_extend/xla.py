@@ -18,10 +18,8 @@ from ..online_softmax import (
     merge,
 )
 from ..paged_decode.xla import decode
+from .config import CHUNK_TOKENS, TILE_TOKENS
 from .work_list import attend_single_tokens
-
-CHUNK_TOKENS = 256
-TILE_TOKENS = 64  # query tokens of a tile, which read each chunk of KV together
 
 
 @partial(jax.jit, static_argnums=8)

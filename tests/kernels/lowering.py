@@ -65,6 +65,18 @@ class Compiled(NamedTuple):
         """Number of instructions that start with `prefix`, such as `wgmma.mma_async`."""
         return sum(n for name, n in self.instructions.items() if name.startswith(prefix))
 
+    def products(self) -> set[str]:
+        """Types of the WGMMA products: accumulator, left and right operand."""
+        found = (
+            re.search(r"wgmma\.mma_async\..*\.m\d+n\d+k\d+\.(.*)", n) for n in self.instructions
+        )
+        return {match[1] for match in found if match}
+
+    def narrow(self) -> set[str]:
+        """Instructions that compute with numbers of 16 bits, products aside."""
+        pattern = re.compile(r"(?!cvt|mov|ld|st|wgmma|prmt|shfl)\w.*\.(bf16|f16)(x2)?\b")
+        return {name for name in self.instructions if pattern.match(name)}
+
 
 def shaped(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)

@@ -3,8 +3,11 @@
 from types import ModuleType
 
 
-def planted(module: ModuleType, changes: dict[str, str]) -> ModuleType:
-    """Return the module with each key of `changes`, which must occur once, replaced."""
+def planted(module: ModuleType, changes: dict[str, str], **constants: int) -> ModuleType:
+    """Return the module with each key of `changes`, which must occur once, replaced.
+
+    `constants` replace constants that the module has or imports.
+    """
     assert module.__file__ is not None
     with open(module.__file__) as file:
         source = file.read()
@@ -15,4 +18,32 @@ def planted(module: ModuleType, changes: dict[str, str]) -> ModuleType:
     changed = ModuleType(module.__name__)
     changed.__file__, changed.__package__ = module.__file__, module.__package__
     exec(compile(source, module.__file__, "exec"), changed.__dict__)
+    assert constants.keys() <= vars(changed).keys()
+    vars(changed).update(constants)
     return changed
+
+
+def planted_below(
+    module: ModuleType, *below: ModuleType, changes: dict[str, str], **constants: int
+) -> ModuleType:
+    """Return a copy of the module that uses the one of `below` which has the text, changed.
+
+    Modules of `below` that use each other come in that order, the lowest first.
+    """
+    copies: list[ModuleType] = []
+    for each in (*below, module):
+        assert each.__file__ is not None
+        with open(each.__file__) as file:
+            source = file.read()
+        here = {old: new for old, new in changes.items() if old in source}
+        changes = {old: new for old, new in changes.items() if old not in here}
+        copy = planted(each, here)
+        for lower in copies:
+            names = vars(copy).keys() & vars(lower).keys()
+            vars(copy).update({name: vars(lower)[name] for name in names if name[:2] != "__"})
+            if (short := lower.__name__.rpartition(".")[2]) in vars(copy):
+                vars(copy)[short] = lower
+        copies.append(copy)
+    assert not changes, f"not in any of the modules: {changes}"
+    vars(copies[-1]).update(constants)
+    return copies[-1]

@@ -83,7 +83,7 @@ RUNS = {"copy": run_copy, "gather": run_gather, "scatter": run_scatter}
 
 
 # Many chunks for each program: the ring goes round.
-SMALL_CHUNKS = {"CHUNK_BYTES = 16 * 1024": "CHUNK_BYTES = 512"}
+SMALL_CHUNKS = {"CHUNK_BYTES": 512}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -96,13 +96,13 @@ class TestInterpreted:
     def test_every_bit_arrives(self, name, dtype, cores):
         RUNS[name](block_copy_mosaic, PARAMS, dtype=dtype, cores=cores)
 
-    @pytest.mark.parametrize("count", [-1, 0, 1, 4, N + 1])
+    @pytest.mark.parametrize("count", [-1, 0, N + 1])  # others in `test_sizes`
     def test_first_count_entries_are_active(self, name, count):
         RUNS[name](block_copy_mosaic, PARAMS, count)
 
     def test_no_race(self, name):
         with races_detected() as params:
-            RUNS[name](planted(block_copy_mosaic, SMALL_CHUNKS), params)
+            RUNS[name](planted(block_copy_mosaic, {}, **SMALL_CHUNKS), params)
 
 
 BUGS = {
@@ -123,7 +123,7 @@ SEEN = BUGS if SEES_ASYNC_RACES else ["a load is not waited for"]
 @pytest.mark.parametrize("bug", SEEN)
 def test_planted_bug_is_caught(bug):
     name, line = BUGS[bug]
-    module = planted(block_copy_mosaic, SMALL_CHUNKS | {line: "pass" + "\n" * line.count("\n")})
+    module = planted(block_copy_mosaic, {line: "pass" + "\n" * line.count("\n")}, **SMALL_CHUNKS)
     assert_caught(lambda params: RUNS[name](module, params))
 
 
@@ -155,7 +155,7 @@ def test_lowers_for_an_h100(name, dtype, shape):
 
 
 def test_pools_beyond_a_launch_are_moved_by_further_ones():
-    module = planted(block_copy_mosaic, {"POOLS_PER_LAUNCH = 16": "POOLS_PER_LAUNCH = 2"})
+    module = planted(block_copy_mosaic, {}, POOLS_PER_LAUNCH=2)
     groups = module.in_launches(lambda *groups: [groups], tuple(range(5)), tuple("abcde"))
     assert groups == (((0, 1), ("a", "b")), ((2, 3), ("c", "d")), ((4,), ("e",)))
 

@@ -223,6 +223,10 @@ class TestForHopper:
         itemsize = jnp.dtype(case.pool_dtype).itemsize
         config = choose_config(case.batch, 8, case.head_dim, 64 * case.block_size, itemsize, 132)
         assert compiled.spill_bytes == 0
+        # All but the operands of products is in float32; int8 becomes bfloat16 by an exact
+        # difference.
+        assert compiled.products() == {"f32.bf16.bf16"}
+        assert compiled.narrow() <= ({"sub.bf16x2"} if case.pool_dtype == "int8" else set())
         # Shared memory of a multiprocessor, less 1 KiB per thread block. Source: CUDA guide, 9.0.
         resident = blocks_per_sm(case.head_dim)
         assert compiled.shared_bytes <= min(228 * 1024 // resident - 1024, SHARED_MEMORY_BYTES)

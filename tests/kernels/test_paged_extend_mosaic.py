@@ -260,6 +260,8 @@ def test_compiles_for_an_h100(case):
     )  # three warpgroups start with this number; `setmaxnreg` shifts them
     assert report.count("setmaxnreg.inc") == report.count("setmaxnreg.dec") == 1
     assert report.spill_bytes == 0
+    operand = {"float16": "f16", "bfloat16": "bf16"}[shapes.get("dtype", "bfloat16")]
+    assert report.products() == {f"f32.{operand}.{operand}"} and not report.narrow()
     assert report.shared_bytes <= SHARED_MEMORY_BYTES
     # The zeroed rows of V, each part of the output, and the log-sum-exp are fenced for copies and
     # WGMMA. (The simulated WGMMA reads as threads do: it does not miss the first.)

@@ -1,27 +1,15 @@
 """The work list of ragged attention covers each token by one tile, and the KV of each tile."""
 
-from functools import partial
-
 import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.kernels.paged_extend.work_list import (
-    ALIGNMENT,
-    WorkItem,
-    build_work_list,
-    max_items,
-    zigzag,
-)
+from radixkv.kernels.paged_extend.work_list import WorkItem, zigzag
 
 from ..profiles import scaled
-from .problems import int32
-
-TOKENS = 64
-MAX_KV = 40
-BLOCK_KV = 8
+from .work_list_checks import MAX_KV, TOKENS, build, check_rows
 
 
 @st.composite
@@ -37,32 +25,6 @@ def four_rows(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     return draw(st.permutations(rows))
 
 
-@partial(jax.jit, static_argnames=("tile_tokens", "window"))
-def jitted(kv_lengths, q_lengths, q_starts, tile_tokens, window):
-    return build_work_list(
-        kv_lengths,
-        q_lengths,
-        q_starts,
-        num_tokens=TOKENS,
-        padded_tokens=TOKENS,
-        tile_tokens=tile_tokens,
-        block_kv=BLOCK_KV,
-        window=window,
-        max_kv_length=MAX_KV,
-    )
-
-
-def build(kv_lengths, q_lengths, q_starts, *, tile_tokens=16, window=None):
-    work = jitted(int32(kv_lengths), int32(q_lengths), int32(q_starts), tile_tokens, window)
-    return jax.tree.map(np.asarray, work)
-
-
-def visible(position, window):
-    """Positions that a query sees."""
-    first = 0 if window is None else max(0, position - window + 1)
-    return range(first, position + 1)
-
-
 @pytest.mark.slow
 @scaled(60)
 @given(
@@ -76,44 +38,7 @@ def test_any_rows(rows, order, cut):
     ends = np.cumsum([n + gap for _, n, gap in rows])
     placed = [(kv, n, int(end) - n) for (kv, n, _), end in zip(rows, ends, strict=True)]
     order.shuffle(placed)
-    kv_lengths, q_lengths, q_starts = zip(*placed, strict=True)
-    work = build(kv_lengths, q_lengths, q_starts, tile_tokens=tile_tokens, window=window)
-    count = int(work.num_items[0])
-    assert count <= max_items(TOKENS, len(placed), tile_tokens) == len(work.items)
-    items = [WorkItem(*(int(x) for x in item)) for item in work.items[:count]]
-
-    owner = np.full(TOKENS, -1)
-    for number, item in enumerate(items):
-        assert item.first_token % ALIGNMENT == 0 and 0 <= item.first_token <= TOKENS - tile_tokens
-        assert 0 <= item.valid_begin < item.valid_end <= tile_tokens
-        kv, n, start = placed[item.row]
-        assert item.kv_end == kv and item.fits == (kv <= MAX_KV)
-        valid = range(item.first_token + item.valid_begin, item.first_token + item.valid_end)
-        assert start <= valid[0] and valid[-1] < start + n
-        assert (owner[valid] == -1).all()
-        owner[valid] = number
-        positions = [kv - n + token - start for token in valid]
-        assert positions[0] == item.position + item.valid_begin
-        seen = {p for position in positions for p in visible(position, window)}
-        if not item.fits:
-            seen = set()
-        steps = range(item.step_begin, item.step_end)
-        assert sorted({p // BLOCK_KV for p in seen}) == list(steps)
-        assert item.step_begin <= item.full_begin <= item.full_end <= item.step_end
-        for step in range(item.full_begin, item.full_end):
-            for position in positions:
-                assert set(range(step * BLOCK_KV, (step + 1) * BLOCK_KV)) <= {
-                    *visible(position, window)
-                }
-        if seen:
-            assert min(seen) == item.kv_begin
-    expected = np.full(TOKENS, False)
-    for _, n, start in placed:
-        expected[start : start + n] = True
-    assert np.array_equal(owner >= 0, expected)
-    assert np.array_equal(work.item_of_token, owner)
-    costs = [item.step_end - item.step_begin for item in items]
-    assert costs == sorted(costs, reverse=True)
+    check_rows(placed, tile_tokens, window)
 
 
 def test_most_steps_of_a_long_row_need_no_mask():

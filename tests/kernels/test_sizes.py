@@ -1,0 +1,549 @@
+"""Every size at which a kernel cuts its work: one less, the size itself, and one more.
+
+The sizes of an operation are the integers of its `config.py`. `test_every_size_has_its_edges` fails
+for a size without an entry in `EDGES`, so a new one cannot do without.
+"""
+
+import ast
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from radixkv import kernels
+from radixkv.kernels import mosaic_limits
+from radixkv.kernels.block_copy import config as copy_config
+from radixkv.kernels.block_copy import mosaic as copy_mosaic
+from radixkv.kernels.kv_write import config as write_config
+from radixkv.kernels.kv_write import mosaic as write_mosaic
+from radixkv.kernels.online_softmax import AttentionOptions
+from radixkv.kernels.paged_decode import config as decode_config
+from radixkv.kernels.paged_decode import mosaic as decode_mosaic
+from radixkv.kernels.paged_decode import xla as decode_xla
+from radixkv.kernels.paged_extend import config as extend_config
+from radixkv.kernels.paged_extend import work_list
+from radixkv.kernels.paged_extend import xla as extend_xla
+
+from . import oracle, test_block_copy_mosaic, test_kv_write_mosaic, test_paged_decode_mosaic
+from .interpret import PARAMS
+from .lowering import shaped
+from .planted import planted
+from .problems import Cache, Heads, assert_close, int32, make_cache, make_queries
+from .work_list_checks import BLOCK_KV, MAX_KV, TOKENS, check_rows
+
+WINDOW = 100
+SM_SCALE = 0.3
+
+
+def one_sequence(length: int, block_size: int, heads: Heads) -> Cache:
+    """A sequence in shuffled blocks; all rows read it, each as far as it is long."""
+    blocks = -(-length // block_size)
+    rng = np.random.default_rng(0)
+    return make_cache(
+        rng, [length], block_size=block_size, width=blocks, num_blocks=blocks + 3, heads=heads
+    )
+
+
+def check_jnp_decode(
+    module: ModuleType, lengths: Sequence[int], block_size: int, most: int
+) -> None:
+    """Rows of these lengths, with a window and without, each compared alone."""
+    heads = Heads(1, 1, 4)
+    made = one_sequence(most, block_size, heads)
+    tables = jnp.tile(made.block_tables, (len(lengths), 1))
+    q = make_queries(np.random.default_rng(1), len(lengths), heads)
+    k, v, table = made.for_oracle
+    for window in (None, WINDOW):
+        options = AttentionOptions(SM_SCALE, None, window)
+        found = module.decode(
+            q, made.k_blocks, made.v_blocks, tables, int32(lengths), None, options
+        )
+        for row, length in enumerate(lengths):
+            wanted = oracle.decode(
+                q[row : row + 1], k, v, table, [length], sm_scale=SM_SCALE, window=window
+            )
+            for got, expected in zip(found, wanted, strict=True):
+                assert_close(got[row : row + 1], expected, "float32")
+
+
+def decode_chunk(module: ModuleType, distance: int) -> None:
+    chunk = decode_config.CHUNK_TOKENS
+    starts = [chunk, 2 * chunk, chunk + WINDOW, 2 * chunk + WINDOW, 3 * chunk - 8]
+    check_jnp_decode(module, [0, *(start + distance for start in starts), 1], 4, 3 * chunk)
+
+
+def decode_uneven_chunk(module: ModuleType, distance: int) -> None:
+    """Blocks of 3 tokens, of which no number makes a chunk."""
+    chunk = decode_config.CHUNK_TOKENS // 3 * 3
+    starts = [chunk, 2 * chunk, chunk + WINDOW, 2 * chunk + WINDOW, 3 * chunk - 8]
+    check_jnp_decode(module, [0, *(start + distance for start in starts), 1], 3, 3 * chunk)
+
+
+def decode_width(module: ModuleType, distance: int) -> None:
+    """A block table of about one chunk, and rows that fill it or have one token less."""
+    tokens = decode_config.CHUNK_TOKENS + 4 * distance
+    check_jnp_decode(module, [tokens, tokens - 1, tokens - 4, tokens - 5], 4, tokens)
+
+
+def decode_step(module: ModuleType, distance: int) -> None:
+    """About as many work items as one loop step takes; one of 128 tokens takes 64 KiB."""
+    heads, block_size = Heads(1, 1, 128), 128
+    items = decode_config.STEP_BYTES // (4 * block_size * heads.head_dim)
+    assert items == 32
+    made = one_sequence(9, block_size, heads)
+    lengths = [0] * (items + 1)
+    lengths[1 - distance :] = [1 + row % 9 for row in range(items + distance)]
+    q = make_queries(np.random.default_rng(1), len(lengths), heads)
+    options = AttentionOptions(SM_SCALE, None, None)
+    tables = jnp.tile(made.block_tables, (len(lengths), 1))
+    pools = made.k_blocks, made.v_blocks
+    found = module.decode(q, *pools, tables, int32(lengths), None, options)
+    k, v, table = made.for_oracle
+    for row, length in enumerate(lengths):
+        wanted = oracle.decode(q[row : row + 1], k, v, table, [length], sm_scale=SM_SCALE)
+        for got, expected in zip(found, wanted, strict=True):
+            assert_close(got[row : row + 1], expected, "float32")
+
+
+def check_jnp_extend(
+    module: ModuleType, rows: Sequence[tuple[int, int]], block_size: int, window: int | None
+) -> None:
+    """Rows of (KV tokens, queries) in reverse, so that a tile that ends in the next row meets
+    outputs that are written already. The first and last tokens of each are compared alone."""
+    most, num_tokens, heads = 2 * extend_config.CHUNK_TOKENS + 100, 720, Heads(1, 1, 4)
+    made = one_sequence(most, block_size, heads)
+    starts = [sum(number for _, number in rows[row + 1 :]) for row in range(len(rows))]
+    assert sum(number for _, number in rows) <= num_tokens
+    q = make_queries(np.random.default_rng(1), num_tokens, heads)
+    kv_lengths, q_lengths = ([*each] for each in zip(*rows, strict=True))
+    options = AttentionOptions(SM_SCALE, None, window)
+    pools = made.k_blocks, made.v_blocks, jnp.tile(made.block_tables, (len(rows), 1))
+    placed = kv_lengths, q_lengths, starts
+    found = module.extend(q, *pools, *map(int32, placed), None, options)
+    k, v, table = made.for_oracle
+    tables = np.tile(table, (len(rows), 1))
+    wanted = oracle.extend(q, k, v, tables, *placed, sm_scale=SM_SCALE, window=window)
+    for got, expected in zip(found, wanted, strict=True):
+        assert_close(got, expected, "float32")
+        for start, (_, number) in zip(starts, rows, strict=True):
+            for token in (start, start + number - 2, start + number - 1):
+                assert_close(got[token], expected[token], "float32")
+
+
+def extend_chunk(module: ModuleType, distance: int) -> None:
+    """A tile's first and last token at the edge of a chunk, and a window that begins there."""
+    chunk, tile = extend_config.CHUNK_TOKENS, extend_config.TILE_TOKENS
+    edges = [edge + distance for edge in (chunk, 2 * chunk)]
+    rows = [(edge + more, queries) for edge in edges for more, queries in ((0, 2), (10, 12))]
+    check_jnp_extend(module, rows, 4, None)
+    check_jnp_extend(module, [(edge + tile, 2) for edge in edges for _ in "ab"], 4, tile)
+
+
+def extend_tile(module: ModuleType, distance: int) -> None:
+    chunk, tile = extend_config.CHUNK_TOKENS, extend_config.TILE_TOKENS
+    lengths = (tile + distance, 2 * tile + distance)
+    rows = [(lengths[0], lengths[0]), (lengths[1], lengths[1]), (chunk + 1, lengths[0]), (9, 3)]
+    check_jnp_extend(module, rows, 4, None)
+    check_jnp_extend(module, rows, 4, tile)
+
+
+def extend_uneven_chunk(module: ModuleType, distance: int) -> None:
+    """Blocks of 3 tokens, of which no number makes a chunk."""
+    chunk = extend_config.CHUNK_TOKENS // 3 * 3
+    edges = [edge + distance for edge in (chunk, 2 * chunk)]
+    check_jnp_extend(module, [(edge, 2) for edge in edges for _ in "ab"], 3, None)
+
+
+def largest_group_of_decode(module: ModuleType, distance: int) -> None:
+    """The query heads of a KV head are the rows of a matrix."""
+    q_heads = decode_config.WGMMA_ROWS + distance
+    q, pool = shaped((3, q_heads, 64), "bfloat16"), shaped((9, 1, 16, 64), "bfloat16")
+    assert (module.unsupported(q, pool) is None) == (distance <= 0)
+
+
+def largest_group_of_extend(module: ModuleType, distance: int) -> None:
+    """A tile has 8 tokens at least."""
+    q_heads = extend_config.TILE_ROWS // extend_config.ALIGNMENT + distance
+    q, pool = shaped((3, q_heads, 64), "bfloat16"), shaped((9, 1, 16, 64), "bfloat16")
+    assert (module.unsupported(q, pool, 1) is None) == (distance <= 0)
+
+
+def tile_of_a_group(module: ModuleType, distance: int) -> None:
+    """A tile takes as many tokens as fit, and not one more multiple of 8."""
+    rows, alignment = extend_config.TILE_ROWS, extend_config.ALIGNMENT
+    for tokens in range(alignment, rows, alignment):
+        group = max(1, rows // tokens + distance)
+        found = module.tile_tokens_of(group)
+        assert found % alignment == 0 and found * group <= rows < (found + alignment) * group
+
+
+def head_dim_of_columns(module: ModuleType, distance: int) -> None:
+    """Threads move 64 columns at a time, so there are no others."""
+    for head_dim in range(64, 257, 64):
+        q = shaped((3, 4, head_dim + distance), "bfloat16")
+        pool = shaped((9, 1, 16, head_dim + distance), "bfloat16")
+        found = module.unsupported_attention(q, pool)
+        assert (found is None) == (distance == 0 and head_dim != 192)
+
+
+def most_splits(module: ModuleType, distance: int) -> None:
+    """A row is split into at most 64 parts, of at least two tiles of 64 tokens each."""
+    for most in (2, decode_config.MAX_SPLITS):
+        for short in (0, 1):
+            tokens = (most + distance) * 128 - short
+            config = module.choose_config(1, 1, 128, tokens, 2, 132)
+            assert config.splits == max(1, min(tokens // 128, decode_config.MAX_SPLITS))
+    for rows in (66, 132):  # two thread blocks fit each multiprocessor
+        splits = module.choose_config(rows + distance, 2, 128, 2**15, 2, 132).splits
+        assert splits == max(1, 264 // (2 * (rows + distance)))
+
+
+def work_tiles(module: ModuleType, distance: int) -> None:
+    """Rows that begin and end around multiples of 8, of tiles and of KV steps."""
+    for tile_tokens, window in ((16, None), (16, BLOCK_KV)):
+        for start in (0, 8, 16):
+            for length in (tile_tokens, 2 * tile_tokens):
+                first, number = max(start + distance, 0), length + distance
+                placed = [
+                    (MAX_KV + distance, 2, first),
+                    (number, number, first + 2),
+                    (4 * BLOCK_KV + distance, 3, first + 2 + number),
+                    (BLOCK_KV + distance, 1, TOKENS - 1),
+                ]
+                check_rows(placed, tile_tokens, window, module)
+
+
+def launch_of_decode(module: ModuleType, distance: int) -> None:
+    """The Mosaic kernel, simulated: tiles, stages of its pipeline, and splits of a row."""
+    tile, stages = 64, 3
+    lengths = [tile * tiles + distance for tiles in (1, stages - 1, stages, stages + 1)]
+    mosaic = test_paged_decode_mosaic
+    for splits in (1, 2):
+        config = decode_config.DecodeConfig(tile, stages, splits)
+        mosaic.TestSimulated().check(
+            lengths, heads=Heads(1, 1, 64), block_size=16, dtype="bfloat16", lse_dtype="float32",
+            window=tile * 3 // 2,
+            attend=partial(mosaic.attend, module=module, config=config),
+        )  # fmt: skip
+
+
+def lanes(module: ModuleType, distance: int) -> None:
+    for rows in (1, 2):
+        pool = shaped((3, 1, 1, rows * copy_config.LANES + distance), "int8")
+        found = module.unsupported((pool,), shaped((4,), "int32"))
+        assert (found is None) == (distance == 0)
+
+
+def chunk_of_a_block(module: ModuleType, distance: int) -> None:
+    """A block is cut into the largest equal chunks that fit."""
+    for dtype in ("int8", "bfloat16", "float32"):
+        row_bytes = copy_config.LANES * jnp.dtype(dtype).itemsize
+        for edge in (copy_config.CHUNK_BYTES // row_bytes, copy_config.MAX_ROWS):
+            for rows in (edge + distance, 2 * (edge + distance)):
+                found = module.Chunks.of(shaped((3, 1, rows, copy_config.LANES), dtype))
+                most = min(copy_config.CHUNK_BYTES // row_bytes, copy_config.MAX_ROWS)
+                size = max(size for size in range(1, most + 1) if rows % size == 0)
+                assert found == (rows // size, size)
+
+
+def stages_of_copies(module: ModuleType, distance: int) -> None:
+    """A block is one chunk here, and each program moves this number of them."""
+    for run in test_block_copy_mosaic.RUNS.values():
+        run(module, PARAMS, copy_config.STAGES + distance)
+
+
+def programs_of_copies(module: ModuleType, distance: int) -> None:
+    """Programs are divided among the pools, each of which has one at least."""
+    for cores in (1, 8, 132):
+        programs = copy_config.PROGRAMS_PER_CORE * cores
+        for pools in (1, 2, programs // 2 + distance, programs + distance):
+            if pools > 0:
+                workers = module._workers(pools, cores)
+                assert workers >= 1 and (workers == 1 or workers * pools <= programs)
+                assert (workers + 1) * pools > programs
+
+
+def pools_of_a_launch(module: ModuleType, distance: int) -> None:
+    most = copy_config.POOLS_PER_LAUNCH
+    for number in (most + distance, 2 * most + distance):
+        pools = tuple(range(number))
+        groups = module.in_launches(lambda group: [group], pools)
+        assert sum(groups, ()) == pools and len(groups) == -(-number // most)
+        assert max(map(len, groups)) <= most
+
+
+def tokens_of_a_group(module: ModuleType, distance: int) -> None:
+    """As many tokens as divide the step, fit a stage, and leave no program idle."""
+    programs = 264
+    for size in (8, 4, 2, 1):
+        tokens = [programs * size + distance, (programs + distance) * size, 8192 + distance]
+        for num_tokens in tokens:
+            for token_bytes in (write_config.STAGE_BYTES // size + distance, 16):
+                found = module.group_tokens(num_tokens, token_bytes, programs)
+                fits = [
+                    group
+                    for group in (8, 4, 2)
+                    if num_tokens % group == 0
+                    and num_tokens >= programs * group
+                    and group * token_bytes <= write_config.STAGE_BYTES
+                ]
+                assert found == max([1, *fits])
+    assert write_config.MAX_GROUP == 8
+
+
+def stages_of_writes(module: ModuleType, distance: int) -> None:
+    """Two programs, one of which takes half of the tokens, or one more."""
+    tokens = write_config.PROGRAMS_PER_CORE * write_config.STAGES + distance
+    test_kv_write_mosaic.run_write(module, PARAMS, num_tokens=tokens)
+
+
+class Edge(NamedTuple):
+    """The module that is cut by a size, and the check at a distance of -1, 0 or 1."""
+
+    module: ModuleType
+    check: Callable[[ModuleType, int], None]
+
+
+EDGES = {
+    "block_copy.CHUNK_BYTES": Edge(copy_mosaic, chunk_of_a_block),
+    "block_copy.LANES": Edge(copy_config, lanes),
+    "block_copy.MAX_ROWS": Edge(copy_mosaic, chunk_of_a_block),
+    "block_copy.POOLS_PER_LAUNCH": Edge(copy_mosaic, pools_of_a_launch),
+    "block_copy.PROGRAMS_PER_CORE": Edge(copy_mosaic, programs_of_copies),
+    "block_copy.STAGES": Edge(copy_mosaic, stages_of_copies),
+    "kv_write.MAX_GROUP": Edge(write_mosaic, tokens_of_a_group),
+    "kv_write.PROGRAMS_PER_CORE": Edge(write_mosaic, stages_of_writes),
+    "kv_write.STAGES": Edge(write_mosaic, stages_of_writes),
+    "kv_write.STAGE_BYTES": Edge(write_mosaic, tokens_of_a_group),
+    "paged_decode.CHUNK_TOKENS": Edge(decode_xla, decode_chunk),
+    "paged_decode.COLUMNS": Edge(mosaic_limits, head_dim_of_columns),
+    "paged_decode.MAX_SPLITS": Edge(decode_config, most_splits),
+    "paged_decode.STEP_BYTES": Edge(decode_xla, decode_step),
+    "paged_decode.WGMMA_ROWS": Edge(decode_config, largest_group_of_decode),
+    "paged_extend.ALIGNMENT": Edge(work_list, work_tiles),
+    "paged_extend.CHUNK_TOKENS": Edge(extend_xla, extend_chunk),
+    "paged_extend.COLUMNS": Edge(mosaic_limits, head_dim_of_columns),
+    "paged_extend.ROWS": Edge(extend_config, tile_of_a_group),
+    "paged_extend.TILE_ROWS": Edge(extend_config, largest_group_of_extend),
+    "paged_extend.TILE_TOKENS": Edge(extend_xla, extend_tile),
+    "paged_extend.WARPGROUPS": Edge(extend_config, tile_of_a_group),
+}
+"""By operation and name in its `config.py`."""
+
+SHAPES = {
+    "blocks that do not divide a chunk of decode": Edge(decode_xla, decode_uneven_chunk),
+    "blocks that do not divide a chunk of extend": Edge(extend_xla, extend_uneven_chunk),
+    "a table as wide as a chunk of decode": Edge(decode_xla, decode_width),
+    "the launch of the Mosaic decode": Edge(decode_mosaic, launch_of_decode),
+}
+"""Edges that shapes make, whose programs take longer to compile or to simulate."""
+
+
+def test_every_size_has_its_edges() -> None:
+    """And is declared in the `config.py` of its operation."""
+    root = Path(kernels.__file__).parent
+    found = set()
+    for path in root.glob("**/*.py"):
+        name = ".".join(path.relative_to(root).with_suffix("").parts)
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.Assign | ast.AnnAssign):
+                continue
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and target.id.isupper():
+                value = getattr(import_module(f"{kernels.__name__}.{name}"), target.id)
+                if isinstance(value, int) and not isinstance(value, bool):
+                    operation, _, module = name.rpartition(".")
+                    assert module == "config", f"{target.id} of {name} belongs into config.py"
+                    found.add(f"{operation}.{target.id}")
+    assert found == EDGES.keys()
+
+
+@pytest.mark.parametrize("distance", [-1, 0, 1])
+@pytest.mark.parametrize("size", EDGES)
+def test_at_the_edge(size: str, distance: int) -> None:
+    EDGES[size].check(EDGES[size].module, distance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distance", [-1, 0, 1])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_at_the_edge_of_a_shape(shape: str, distance: int) -> None:
+    SHAPES[shape].check(SHAPES[shape].module, distance)
+
+
+CHEAP_BUGS = {
+    "a group of 65": ("paged_decode.WGMMA_ROWS", "> WGMMA_ROWS", "> WGMMA_ROWS + 1"),
+    "a group of 17": ("paged_extend.TILE_ROWS", "// kv_heads > most", "// kv_heads > most + 1"),
+    "a group of 63": ("paged_decode.WGMMA_ROWS", "> WGMMA_ROWS:", ">= WGMMA_ROWS:"),
+    "a tile of too many tokens": (
+        "paged_extend.ROWS", "TILE_ROWS // group //", "-(-TILE_ROWS // group) //"
+    ),
+    "a tile of too few tokens": (
+        "paged_extend.WARPGROUPS", "TILE_ROWS // group //", "(TILE_ROWS - 1) // group //"
+    ),
+    "splits of one tile": (
+        "paged_decode.MAX_SPLITS", "// (2 * tile_tokens)", "// (2 * tile_tokens - 1)"
+    ),
+    "a split too few": (
+        "paged_decode.MAX_SPLITS", "table_tokens // (2", "(table_tokens - 1) // (2"
+    ),
+    "a split too many": (
+        "paged_decode.MAX_SPLITS", "tile_tokens), MAX_SPLITS)", "tile_tokens), MAX_SPLITS + 1)"
+    ),
+    "no head_dim of 64": ("paged_decode.COLUMNS", "HEAD_DIMS = (64, ", "HEAD_DIMS = (65, "),
+    "any number of elements": ("block_copy.LANES", "if elements % LANES:", "if elements < LANES:"),
+    "a chunk of one row less": (
+        "block_copy.MAX_ROWS", "range(min(most, rows), 0", "range(min(most, rows) - 1, 0"
+    ),
+    "a chunk of one row more": (
+        "block_copy.CHUNK_BYTES", "range(min(most, rows), 0", "range(min(most + 1, rows), 0"
+    ),
+    "a pool is skipped": (
+        "block_copy.POOLS_PER_LAUNCH", "range(0, len(pools[0]),", "range(0, len(pools[0]) - 1,"
+    ),
+    "a launch of 17": (
+        "block_copy.POOLS_PER_LAUNCH", "start + POOLS_PER_LAUNCH]", "start + POOLS_PER_LAUNCH + 1]"
+    ),
+    "no program for a pool": ("block_copy.PROGRAMS_PER_CORE", "max(1, PROGRAMS", "max(0, PROGRAMS"),
+    "a program too many": (
+        "block_copy.PROGRAMS_PER_CORE", "num_cores // num_pools)", "num_cores // num_pools + 1)"
+    ),
+    "a stage overflows": (
+        "kv_write.STAGE_BYTES", "token_bytes <= STAGE_BYTES", "token_bytes <= STAGE_BYTES + 8"
+    ),
+    "a stage is not filled": (
+        "kv_write.STAGE_BYTES", "token_bytes <= STAGE_BYTES", "token_bytes < STAGE_BYTES"
+    ),
+    "a program is idle": (
+        "kv_write.MAX_GROUP", "// size >= num_programs", "// size >= num_programs - 1"
+    ),
+    "a group of 4 at most": (
+        "kv_write.MAX_GROUP", "// size >= num_programs", "// size > num_programs"
+    ),
+}  # fmt: skip
+"""A size, and what is replaced in its module."""
+
+BUGS = {
+    "the last step of a copy is lost": (
+        "block_copy.STAGES", "worker + (workers - 1)", "worker + (workers - 2)"
+    ),
+    "the last write is lost": (
+        "kv_write.STAGES", "(num_programs - 1), jnp", "(num_programs - 2), jnp"
+    ),
+    "decode: the last chunk is lost": (
+        "paged_decode.CHUNK_TOKENS", "(lengths + chunk_tokens - 1) //",
+        "(lengths + chunk_tokens - 2) //",
+    ),
+    "decode: the last token is lost": (
+        "paged_decode.CHUNK_TOKENS", "(position < lengths[", "(position < -1 + lengths["
+    ),
+    "decode: a token too many": (
+        "paged_decode.CHUNK_TOKENS", "(position < lengths[", "(position <= lengths["
+    ),
+    "decode: the window is too wide": (
+        "paged_decode.CHUNK_TOKENS", "(lengths - options.window, 0)",
+        "(lengths - options.window - 1, 0)",
+    ),
+    "decode: the first chunk is lost": (
+        "paged_decode.CHUNK_TOKENS", "first_visible // chunk_tokens",
+        "(first_visible + 1) // chunk_tokens",
+    ),
+    "decode: the last step is lost": (
+        "paged_decode.STEP_BYTES", "(ends[-1] + num_items - 1)", "(ends[-1] + num_items - 2)"
+    ),
+    "decode: a step takes an item twice": (
+        "paged_decode.STEP_BYTES", "item = i * num_items +", "item = i * (num_items - 1) +"
+    ),
+    "extend: the last chunk is lost": (
+        "paged_extend.CHUNK_TOKENS", "(last + chunk_tokens) // chunk_tokens",
+        "(last + chunk_tokens - 1) // chunk_tokens",
+    ),
+    "extend: the first chunk is lost": (
+        "paged_extend.CHUNK_TOKENS", "first // chunk_tokens, num",
+        "(first + 1) // chunk_tokens, num",
+    ),
+    "extend: the last token is not read": (
+        "paged_extend.CHUNK_TOKENS", "(key <= last)", "(key < last)"
+    ),
+    "extend: every tile is the first": (
+        "paged_extend.TILE_TOKENS", "row])) * tile_tokens", "row])) // tile_tokens"
+    ),
+    "extend: the last tile is lost": (
+        "paged_extend.TILE_TOKENS", "(q_lengths + tile_tokens - 1) //",
+        "(q_lengths + tile_tokens - 2) //",
+    ),
+    "extend: a tile writes to the next row": (
+        "paged_extend.TILE_TOKENS", "valid[:, None, None]", "jnp.full((tile_tokens, 1, 1), 1)"
+    ),
+    "extend: a window of one more": (
+        "paged_extend.TILE_TOKENS", "options.window + 1, 0)", "options.window, 0)"
+    ),
+    "tiles: the last is lost": (
+        "paged_extend.ALIGNMENT", "base + tile_tokens - 1) //", "base + tile_tokens - 2) //"
+    ),
+    "tiles: the last KV step is lost": (
+        "paged_extend.ALIGNMENT", "(last + block_kv, 0)", "(last + block_kv - 1, 0)"
+    ),
+    "tiles: a step is seen in part": (
+        "paged_extend.ALIGNMENT", "seen_by_all = position + valid_begin + 1",
+        "seen_by_all = position + valid_begin + 2",
+    ),
+    "tiles: the window is cut": (
+        "paged_extend.ALIGNMENT", "valid_begin + 1 - window, 0)", "valid_begin + 2 - window, 0)"
+    ),
+    "tiles: a row of the whole table does not fit": (
+        "paged_extend.ALIGNMENT", "kv_length <= max_kv_length", "kv_length < max_kv_length"
+    ),
+    "decode: an uneven chunk": (
+        "blocks that do not divide a chunk of decode",
+        "chunk_tokens = blocks_per_chunk * block_size",
+        "chunk_tokens = CHUNK_TOKENS",
+    ),
+    "decode: a row that fills its table": (
+        "a table as wide as a chunk of decode", "fits = lengths <= width", "fits = lengths < width"
+    ),
+    "extend: an uneven chunk": (
+        "blocks that do not divide a chunk of extend",
+        "chunk_tokens = blocks_per_chunk * block_size",
+        "chunk_tokens = CHUNK_TOKENS",
+    ),
+    "launch: the last tile is lost": (
+        "the launch of the Mosaic decode", "length + (tile - 1)", "length + (tile - 2)"
+    ),
+    "launch: the last split is lost": (
+        "the launch of the Mosaic decode", "end - first + (splits - 1)",
+        "end - first + (splits - 2)",
+    ),
+    "launch: a token too many": (
+        "the launch of the Mosaic decode", "visible = position < work.length",
+        "visible = position <= work.length",
+    ),
+}  # fmt: skip
+
+
+def assert_dies(bug: tuple[str, str, str]) -> None:
+    """Some distance from the size, the result differs or the kernel does not run."""
+    size, old, new = bug
+    edge = (EDGES | SHAPES)[size]
+    changed = planted(edge.module, {old: new})
+    with pytest.raises((AssertionError, ValueError, TypeError, jax.errors.JaxRuntimeError)):
+        for distance in (-1, 0, 1):
+            edge.check(changed, distance)
+
+
+@pytest.mark.parametrize("bug", CHEAP_BUGS)
+def test_a_planted_bug_of_a_rule_is_caught(bug: str) -> None:
+    assert_dies(CHEAP_BUGS[bug])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(bug: str) -> None:
+    assert_dies(BUGS[bug])
