@@ -44,6 +44,7 @@ highlight_language = "text"  # after :: in docstrings, most of which are diagram
 html_theme = "furo"
 html_title = f"radixkv {release}"
 html_static_path = ["_static"]
+html_logo = html_favicon = "_static/logo.svg"
 copybutton_exclude = ".linenos, .gp, .go"  # copy commands without prompts and output
 html_css_files = ["site.css"]
 
@@ -67,6 +68,10 @@ nitpick_ignore_regex = [
     ("py:class", r"'.*'"),  # shapes in jaxtyping annotations
     ("py:class", r"radixkv\.scheduler\.models\.transformer\.Params"),  # a tree of arrays
     ("py:class", r"~?(radixkv\..*)?(Kernel|PoolOrPools|ReportT|Made|T|W)"),  # type variables
+    ("py:class", r"radixkv\.kvcache\.events\.Payload"),  # another
+    ("py:class", r"starlette\..*"),  # has no inventory
+    ("py:class", r"concurrent\.futures\._base\.Future"),  # Python documents its other name
+    ("py:class", r"(opentelemetry|prometheus_client)\..*"),  # have no inventory
     ("py:class", r"RefusalReason"),  # words, which `Refuse` lists
 ]
 

@@ -13,6 +13,7 @@ from .errors import (
     HostConfigError,
     IdError,
     LeaseError,
+    MatchError,
     NamespaceError,
     OperationResultError,
     OutOfBlocksError,
@@ -24,6 +25,14 @@ from .errors import (
     StepError,
     StorageConfigError,
     TokenError,
+)
+from .events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KVEvent,
+    ReplayBuffer,
 )
 from .ids import Epoch, OpId
 from .manager import CacheManager
@@ -46,21 +55,27 @@ if TYPE_CHECKING:
     from .copies.tier_driver import TierDriver
 
 __all__ = [
+    "AllBlocksCleared",
     "BlockArrays",
     "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
     "BlockTables",
     "CacheManager",
     "CacheStats",
     "CountError",
     "Epoch",
+    "EventBatch",
     "HostArrays",
     "HostConfig",
     "HostConfigError",
     "IdError",
     "Int32Array",
+    "KVEvent",
     "Lease",
     "LeaseError",
     "Match",
+    "MatchError",
     "NamespaceError",
     "NextBlock",
     "OpId",
@@ -78,6 +93,7 @@ __all__ = [
     "RadixKVError",
     "RadixTree",
     "RecycleError",
+    "ReplayBuffer",
     "RequestTooLargeError",
     "StepError",
     "StorageConfigError",

@@ -10,6 +10,7 @@
     ├── OutOfBlocksError      too few blocks are free or evictable now
     ├── RequestTooLargeError  more blocks than the pool has: never possible
     ├── RecycleError          block ids that were not allocated; the others were recycled
+    ├── MatchError            a match that is not a Match
     ├── LeaseError            a lease that was released, is of an older epoch, or is too small
     ├── StepError             the end of a step, and none is in flight
     ├── PoolDTypeError        pools of a dtype that block copies do not support
@@ -80,6 +81,13 @@ class RecycleError(RadixKVError):
         )
         self.refused = tuple(refused)
         self.recycled = recycled
+
+
+class MatchError(RadixKVError, TypeError):
+    """A match is not the result of `CacheManager.match`."""
+
+    def __init__(self, given: object) -> None:
+        super().__init__(f"match must be a Match, got {type(given).__name__}")
 
 
 class LeaseError(RadixKVError):

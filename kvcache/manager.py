@@ -11,18 +11,20 @@ import numpy as np
 from .errors import (
     HostConfigError,
     LeaseError,
+    MatchError,
     NamespaceError,
     OutOfBlocksError,
     RequestTooLargeError,
     StepError,
     StorageConfigError,
 )
+from .events import EventBatch, EventRecorder
 from .ids import Epoch
 from .invariants import check_leases, check_ownership
 from .prefix.block_pool import BlockPool
 from .prefix.block_tables import BlockTables
 from .prefix.deduplication import deduplicate
-from .prefix.lease import Lease, Match, NextBlock
+from .prefix.lease import Lease, Match, NextBlock, not_a_lease
 from .prefix.node import Walk
 from .prefix.radix_tree import RadixTree
 from .stats import CacheStats
@@ -84,6 +86,7 @@ class CacheManager:
         *,
         host: HostConfig | None = None,
         storage: StorageNamespace | None = None,
+        record_events: bool = False,
     ) -> None:
         """Create a manager with all blocks free.
 
@@ -93,6 +96,7 @@ class CacheManager:
             block_size: tokens per block.
             host: host tier; None for none, then `tiers` is None.
             storage: namespace of the blocks in storage, below the host tier; None for no storage.
+            record_events: whether to record KV events; see `take_events`.
 
         Raises:
             CountError: if either count is less than 1.
@@ -112,14 +116,18 @@ class CacheManager:
         # Duplicates, and the number of steps that must have ended before they are recycled.
         self._replaced: deque[tuple[int, Int32Array]] = deque()
         self._admitted = self._hit_blocks = self._evicted_blocks = self._duplicate_blocks = 0
+        self._events: EventRecorder | None = None
         if storage is not None and host is None:
             raise StorageConfigError(
                 "storage needs a host tier, because its blocks pass through the host"
             )
+        if host is not None and not isinstance(host, HostConfig):
+            raise HostConfigError(f"host must be a HostConfig, got {host!r}")
+        if record_events:
+            num_host_blocks = 0 if host is None else host.num_blocks
+            self._events = EventRecorder(block_size, num_blocks, num_host_blocks)
         if host is not None:
-            if not isinstance(host, HostConfig):
-                raise HostConfigError(f"host must be a HostConfig, got {host!r}")
-            self.tiers = Tiers(host, storage, self, self._pool, self._publish_run)
+            self.tiers = Tiers(host, storage, self, self._pool, self._publish_run, self._events)
             self._tree = self.tiers.state.tree
 
     @property
@@ -128,19 +136,46 @@ class CacheManager:
         return self._pool.num_free + self._tree.num_idle
 
     def available_after(self, match: Match) -> int:
-        """Return the number of blocks free or evictable once a match is pinned. Changes nothing."""
-        if match._version != self._tree.version:
+        """Return the number of blocks free or evictable once a match is pinned. Changes nothing.
+
+        Raises:
+            MatchError: if match is not a Match.
+        """
+        try:
+            is_current = match._version == self._tree.version
+        except AttributeError:
+            raise MatchError(match) from None
+        if not is_current:
             match = self._match(match._tokens, match._length, match._namespace)
         pinned = self._tree.idle_blocks_on(match._walk) if match._walk is not None else 0
         return self.available - pinned
 
+    def __repr__(self) -> str:
+        used = self.num_blocks - self.available
+        text = (
+            f"CacheManager({self.num_blocks:,} blocks of {self.block_size} tokens: "
+            f"{self._pool.num_free:,} free, {self._tree.num_idle:,} idle, {used:,} in use; "
+            f"live leases: {len(self._leases):,}"
+        )
+        if self.tiers is not None:
+            text += f"; host tier of {self.tiers.config.num_blocks:,} blocks"
+        return f"{text})"
+
     # A request's life
 
-    def match(self, tokens: Tokens, namespace: bytes = b"") -> Match:
+    def match(
+        self, tokens: Tokens, namespace: bytes = b"", *, max_hit_tokens: int | None = None
+    ) -> Match:
         """Find the longest published prefix of tokens, in whole blocks. Changes nothing.
 
         An int32 array is not copied: do not change it until the match is admitted. Other forms of
         tokens are converted at each call; see `as_tokens`.
+
+        Args:
+            tokens: the tokens of a request.
+            namespace: only requests of the same namespace share blocks.
+            max_hit_tokens: most tokens of the hit, in all tiers, for a request that computes the
+                others itself; None for no limit.
 
         Raises:
             TokenError, NamespaceError: for arguments of the wrong kind.
@@ -149,7 +184,8 @@ class CacheManager:
         if not isinstance(namespace, bytes):
             raise NamespaceError(f"namespace must be bytes, got {namespace!r}")
         length = len(tokens)
-        return self._match(tokens[: length - length % self.block_size], length, namespace)
+        end = length if max_hit_tokens is None else min(length, max_hit_tokens)
+        return self._match(tokens[: end - end % self.block_size], length, namespace)
 
     def _match(self, whole: Int32Array, length: int, namespace: bytes) -> Match:
         root = self._tree.roots.get(namespace)
@@ -175,12 +211,18 @@ class CacheManager:
                 the request might be given up before it uses the hit.
 
         Raises:
-            LeaseError: if parked has ended, is not saved yet, or has more tokens than the match.
+            MatchError: if match is not a Match.
+            LeaseError: if parked is not a Parked, has ended, is not saved yet, or has more tokens
+                than the match.
             RequestTooLargeError: if the tokens need more blocks than the pool has.
             OutOfBlocksError: if too few blocks are free or evictable now.
         """
         tree = self._tree
-        if match._version != tree.version:
+        try:
+            is_current = match._version == tree.version
+        except AttributeError:
+            raise MatchError(match) from None
+        if not is_current:
             match = self._match(match._tokens, match._length, match._namespace)
         tiers = self.tiers
         if parked is not None:
@@ -221,8 +263,11 @@ class CacheManager:
         Raises:
             LeaseError: if the lease is not live.
         """
-        if self._leases.get(lease.row) is not lease:
-            raise self._not_live(lease)
+        try:
+            if self._leases.get(lease.row) is not lease:
+                raise self._not_live(lease)
+        except AttributeError:
+            raise not_a_lease(lease) from None
         self._hit_blocks += lease.num_hit_blocks
 
     def extend(self, lease: Lease, num_tokens: int) -> None:
@@ -233,8 +278,11 @@ class CacheManager:
             OutOfBlocksError: if too few blocks are free or evictable now.
         """
         as_count("num_tokens", num_tokens)
-        if self._leases.get(lease.row) is not lease:
-            raise self._not_live(lease)
+        try:
+            if self._leases.get(lease.row) is not lease:
+                raise self._not_live(lease)
+        except AttributeError:
+            raise not_a_lease(lease) from None
         tables, row = self.tables, lease.row
         total = tables.num_tokens.item(row) + num_tokens
         held = tables.num_blocks.item(row)
@@ -292,8 +340,11 @@ class CacheManager:
                 tokens.
         """
         tokens = as_tokens(tokens)
-        if self._leases.get(lease.row) is not lease:
-            raise self._not_live(lease)
+        try:
+            if self._leases.get(lease.row) is not lease:
+                raise self._not_live(lease)
+        except AttributeError:
+            raise not_a_lease(lease) from None
         if len(tokens) > self.tables.num_tokens.item(lease.row):
             raise LeaseError(
                 f"{len(tokens)} tokens published on a lease with room for {lease.num_tokens}"
@@ -337,8 +388,11 @@ class CacheManager:
 
         A request whose ``Match.next_block`` is equal can wait for it instead of computing it too.
         """
-        if self._leases.get(lease.row) is not lease:
-            raise self._not_live(lease)
+        try:
+            if self._leases.get(lease.row) is not lease:
+                raise self._not_live(lease)
+        except AttributeError:
+            raise not_a_lease(lease) from None
         first = lease.num_shared_blocks * self.block_size
         block = as_tokens(tokens)[first : first + self.block_size]
         return (lease.node, block.tobytes()) if len(block) == self.block_size else None
@@ -354,10 +408,13 @@ class CacheManager:
         Raises:
             LeaseError: if the lease was released before, or is being parked.
         """
-        if lease.epoch != self.epoch:
-            return
-        if self._leases.get(lease.row) is not lease:
-            raise self._not_live(lease)
+        try:
+            if self._leases.get(lease.row) is not lease:
+                if lease.epoch != self.epoch:
+                    return
+                raise self._not_live(lease)
+        except AttributeError:
+            raise not_a_lease(lease) from None
         if lease.parking:
             raise LeaseError("the lease is being parked: it ends with its copy")
         tables, row = self.tables, lease.row
@@ -404,6 +461,8 @@ class CacheManager:
             self._pool.reset()
         else:
             self._clear(keep)
+        if self._events is not None and not keep:
+            self._events.cleared()
         self.epoch = Epoch(self.epoch + 1)
         self.tables = BlockTables()
         self._leases.clear()
@@ -416,7 +475,18 @@ class CacheManager:
         for lease in list(self._leases.values()):
             self.release(lease)
         for namespace in [name for name in self._tree.roots if name not in keep]:
-            self._pool.recycle(self._tree.remove_root(namespace))
+            removed = self._tree.remove_root(namespace)
+            if self._events is not None:
+                self._events.evicted(removed)
+            self._pool.recycle(removed)
+
+    def take_events(self) -> EventBatch | None:
+        """Return the KV events since the last call, in order; None if there are none.
+
+        Take them after each step: they are kept until then. Without ``record_events`` there are
+        none.
+        """
+        return None if self._events is None else self._events.take()
 
     def stats(self) -> CacheStats:
         """Return the counts; O(1)."""
@@ -478,6 +548,8 @@ class CacheManager:
         tiers = self.tiers
         victims = (self._tree if tiers is None else tiers.offloader).evict(num_blocks)
         self._evicted_blocks += len(victims)
+        if self._events is not None:
+            self._events.evicted(victims)
         return victims
 
     def _publish_run(self, lease: Lease, run: bytes) -> None:
@@ -497,6 +569,8 @@ class CacheManager:
             first = lease.num_shared_blocks
         if run:
             blocks = lease._tables.row(lease.row)[first:last].tobytes()
+            if self._events is not None:
+                self._events.published(lease.node, run, blocks)
             lease.node = tree.append(lease.node, run, blocks)
             lease.num_shared_blocks = last
         if tiers is not None:

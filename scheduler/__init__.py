@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .nodes import DecodeEngine, Disaggregated, PrefillEngine
     from .policy import Fcfs, Policy, Priority
     from .prefill import PrefillScheduler
-    from .request import Request, RequestStatus, SamplingParams
+    from .request import Request, RequestStatus, SamplingParams, TokenLogprob
     from .serving import (
         AsyncEngine,
         GenerationOutput,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         PrefixHits,
     )
     from .step_plan import Chunk, SchedulerStats, StepPlan
+    from .text import Guided
 
 __all__ = [
     "AsyncEngine",
@@ -52,6 +53,7 @@ __all__ = [
     "Fcfs",
     "GenerationOutput",
     "GenerationParams",
+    "Guided",
     "HandoffsOpenError",
     "MixedScheduler",
     "OutputStream",
@@ -70,6 +72,7 @@ __all__ = [
     "StepOrderError",
     "StepPlan",
     "StreamError",
+    "TokenLogprob",
     "make_storage_namespace",
 ]
 
@@ -88,7 +91,8 @@ _NAMES = {
         "OutputStream",
         "PrefixHits",
     ],
-    "request": ["Request", "RequestStatus", "SamplingParams"],
+    "request": ["Request", "RequestStatus", "SamplingParams", "TokenLogprob"],
+    "text": ["Guided"],
     "step_plan": ["Chunk", "SchedulerStats", "StepPlan"],
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

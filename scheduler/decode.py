@@ -175,6 +175,7 @@ class DecodeScheduler(Scheduler):
         request, commit = start.request, start.commit
         request.sampling = commit.sampling
         request.stop_token_ids = frozenset(commit.stop_token_ids)
+        request.late_token_ids = request.stop_token_ids
         request.num_hit_tokens = commit.hits.device
         request.num_host_hit_tokens = commit.hits.host
         request.num_storage_hit_tokens = commit.hits.storage

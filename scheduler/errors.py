@@ -23,6 +23,7 @@ A request that could never fit raises `radixkv.kvcache.RequestTooLargeError`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from ..kvcache import RadixKVError
@@ -95,7 +96,15 @@ class NodeProcessError(NodesFailedError):
 
 
 class HandoffFailedError(NodesFailedError):
-    """A request failed on all nodes that it was tried on."""
+    """Requests failed on all nodes that they were tried on.
+
+    Attributes:
+        failures: reasons by request id, if several requests were to be completed.
+    """
+
+    def __init__(self, message: str, failures: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.failures = dict(failures or {})
 
 
 class HandoffsOpenError(SchedulerError):

@@ -48,6 +48,7 @@ class _Prompt(Request):
         self.key = key
         self.peer = peer
         self.whole = request
+        self.late_token_ids = request.late_token_ids
 
 
 def _as_prompt(request: Request) -> _Prompt:

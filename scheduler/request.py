@@ -6,7 +6,7 @@ import enum
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -43,6 +43,9 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+_PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters for sampling the next token.
@@ -56,6 +59,13 @@ class SamplingParams:
         top_p: keep the smallest set of the remaining most likely tokens whose probabilities sum to
             at least this fraction.
         seed: seed of the draws, a uint32.
+        min_p: drop tokens whose probability is less than this fraction of the highest one, before
+            top_k and top_p; 0 keeps all.
+        repetition_penalty: divides the positive logits of tokens in prompt and output, and
+            multiplies the negative ones; 1 changes nothing.
+        presence_penalty: subtracted from the logit of each token in the output; -2 to 2.
+        frequency_penalty: subtracted from it once for each time; -2 to 2.
+        min_tokens: number of output tokens before which no stop token is chosen.
 
     Raises:
         RequestError: for a value out of range.
@@ -65,12 +75,17 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "min_p", *_PENALTIES):
             if not isinstance(value := getattr(self, name), int | float | np.number):
                 raise RequestError(f"{name} must be a number, got {value!r}")
-        for name in ("top_k", "seed"):
+        for name in ("top_k", "seed", "min_tokens"):
             if not _is_integer(value := getattr(self, name)):
                 raise RequestError(f"{name} must be an integer, got {value!r}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -81,12 +96,63 @@ class SamplingParams:
             raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.seed < 2**32:
             raise RequestError(f"seed must be at least 0 and below 2**32, got {self.seed}")
+        if not 0 <= self.min_p <= 1:
+            raise RequestError(f"min_p must be at least 0 and at most 1, got {self.min_p}")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise RequestError(
+                f"repetition_penalty must be finite and above 0, got {self.repetition_penalty}"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= (value := getattr(self, name)) <= 2:
+                raise RequestError(f"{name} must be at least -2 and at most 2, got {value}")
+        if not 0 <= self.min_tokens < 2**31:
+            raise RequestError(
+                f"min_tokens must be at least 0 and below 2**31, got {self.min_tokens}"
+            )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice of a token depends on the tokens before it."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
 GREEDY = SamplingParams()
 
+MAX_LOGPROBS: Final = 20
+"""Most likely tokens that are reported of each position, at most; as in OpenAI's API."""
+
+
+class TokenLogprob(NamedTuple):
+    """Log probability of a token, as the model computed it: before temperature and penalties.
+
+    Attributes:
+        token_id: the token.
+        logprob: natural logarithm of its probability.
+        rank: 1 for the most likely token.
+        top: token and log probability of the most likely tokens, as many as were asked for; this
+            one need not be among them.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
 MAX_TOKENS: Final = 2**31 - 1
 """Limit of prompt and output together, because positions are int32."""
+
+
+class Guide(Protocol):
+    """Says which tokens may follow an output: the state of a guided request, on the host."""
+
+    def allow(self, output_tokens: Sequence[int], words: Int32Array) -> None:
+        """Write the tokens that may come next, at least one.
+
+        Args:
+            output_tokens: the whole output so far; it begins with that of the last call.
+            words: int32 ``[words]`` to write: a bit for each token of the model, 32 per word.
+        """
 
 
 class Request:
@@ -96,6 +162,7 @@ class Request:
         request_id: unique among active requests.
         prompt: read-only int32 array.
         output_tokens: tokens generated so far, including a stop token.
+        late_token_ids: tokens that are not chosen before ``sampling.min_tokens``: those that stop.
         status, finish_reason: see `RequestStatus`; the reason is None until the request ends.
         max_kv_tokens: number of tokens that need KV at the limit; the last generated token does
             not.
@@ -105,6 +172,12 @@ class Request:
         num_host_hit_tokens, num_storage_hit_tokens: prompt tokens that came from the host at the
             first admission, and from storage by way of the host.
         num_preemptions: number of times that the request lost its blocks.
+        guide: restricts the output, or None.
+        logprobs, prompt_logprobs: number of most likely tokens to report, or None for no records.
+        output_logprobs: the record of each output token.
+        prompt_records: None for the first token of the prompt, then the record of each one that was
+            computed so far; empty if not asked for.
+        sample_of: the first sample of the same prompt, or None.
     """
 
     def __init__(
@@ -117,6 +190,10 @@ class Request:
         sampling: SamplingParams = GREEDY,
         stop_token_ids: Sequence[int] = (),
         namespace: bytes = b"",
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        guide: Guide | None = None,
+        sample_of: Request | None = None,
     ) -> None:
         """Make a request from a copy of the prompt.
 
@@ -128,20 +205,40 @@ class Request:
             sampling: sampling parameters; default: greedy.
             stop_token_ids: tokens that end the request.
             namespace: only requests of the same namespace share blocks; see `make_namespace`.
+            logprobs: record the log probability of each output token, and of this many most likely
+                ones; 0 to 20.
+            prompt_logprobs: the same of each prompt token. The whole prompt is computed, without
+                hits.
+            guide: says which tokens the output may have. Its state is this request's alone.
+            sample_of: a request with the same prompt and namespace. If it has computed the prompt
+                when this one is admitted, this one copies its last block, where that is not whole.
 
         Raises:
-            RequestError: for an empty prompt, a limit below 1, or an argument of the wrong type.
+            RequestError: for an empty prompt, a limit below 1, an argument of the wrong type, or a
+                sample of another prompt.
             TokenError: for a prompt that is not token ids.
         """
         prompt = as_tokens(prompt)
         _check_texts(request_id, namespace, sampling)
         _check_numbers(request_id, len(prompt), max_new_tokens, priority, stop_token_ids)
+        for name, number in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+            if number is not None and not (_is_integer(number) and 0 <= number <= MAX_LOGPROBS):
+                raise RequestError(
+                    f"request {request_id!r}: {name} must be an integer from 0 to {MAX_LOGPROBS}, "
+                    f"got {number!r}"
+                )
+        self.logprobs, self.prompt_logprobs = logprobs, prompt_logprobs
+        self.guide = guide
+        self.output_logprobs: list[TokenLogprob] = []
+        self.prompt_records: list[TokenLogprob | None] = [None] * (prompt_logprobs is not None)
         self.request_id = request_id
         self.max_new_tokens = int(max_new_tokens)
         self.priority = priority
         self.sampling = sampling
         self.stop_token_ids = frozenset(stop_token_ids)
+        self.late_token_ids = self.stop_token_ids
         self.namespace = namespace
+        self.sample_of = sample_of
         self.output_tokens: list[int] = []
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -159,6 +256,8 @@ class Request:
         self._read_only = self._tokens.view()
         self._read_only.flags.writeable = False
         self.prompt = self.tokens
+        if sample_of is not None:
+            _check_sample(self, sample_of)
         # State of the scheduler.
         self.arrival = 0
         self.has_begun = False  # set when the hits are counted
@@ -170,6 +269,7 @@ class Request:
         self.prefetch_is_put_off = False
         self.fetches_after: Prefetch | None = None
         self.parked: Parked | None = None
+        self.num_copies = 0  # of its last block, in flight
 
     @property
     def tokens(self) -> Int32Array:
@@ -185,14 +285,20 @@ class Request:
         return -(-self.max_kv_tokens // block_size)
 
     @property
+    def max_hit_tokens(self) -> int | None:
+        """Most tokens that may be hits, or None: those after them have yet to get their records."""
+        num_records = len(self.prompt_records)
+        return num_records - 1 if 0 < num_records < self.num_prompt_tokens else None
+
+    @property
     def is_prefilling(self) -> bool:
         """Whether tokens from before the last admission have yet to be computed."""
         return self.num_computed < self.num_prefill_tokens
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a step in flight computes some of its tokens."""
-        return self.num_scheduled > self.num_computed
+        """Whether a step in flight computes some of its tokens, or copies a block of it."""
+        return self.num_scheduled > self.num_computed or self.num_copies > 0
 
     def append(self, token: int) -> FinishReason | None:
         """Append a generated token; return the reason if the request ends with it."""
@@ -213,6 +319,16 @@ def lease_of(request: Request) -> Lease:
     """Return the lease of a request that has one."""
     assert request.lease is not None, f"{request!r} has no lease"
     return request.lease
+
+
+def _check_sample(request: Request, first: Request) -> None:
+    """Check that two requests have the same prompt in the same namespace."""
+    same = np.array_equal(request.prompt, first.prompt) and request.namespace == first.namespace
+    if not same:
+        raise RequestError(
+            f"request {request.request_id!r} is a sample of {first.request_id!r}, which has "
+            "another prompt or namespace"
+        )
 
 
 def _check_texts(request_id: object, namespace: object, sampling: object) -> None:

@@ -22,6 +22,19 @@ class Chunk(NamedTuple):
     length: int
 
 
+class BlockCopy(NamedTuple):
+    """A device block that a step copies before it computes.
+
+    Attributes:
+        owner: request whose block is read. It keeps its blocks until the ``update`` of the step.
+        source, destination: block ids.
+    """
+
+    owner: Request
+    source: int
+    destination: int
+
+
 class DecodeRows(NamedTuple):
     """Requests that compute one token each, by column.
 
@@ -50,6 +63,7 @@ class StepPlan:
         num_tokens: number of tokens in all chunks; at most the budget.
         admitted: requests that got their blocks; they may have to wait for copies into them.
         preempted: requests that lost their blocks.
+        copies: blocks to copy first: after everything that was dispatched before the step.
     """
 
     decode: DecodeRows = NO_ROWS
@@ -57,6 +71,7 @@ class StepPlan:
     num_tokens: int = 0
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
 
     @property
     def num_decode(self) -> int:
@@ -120,8 +135,9 @@ class SchedulerStats:
         resumed: admissions after a preemption.
         preemptions: times that a request lost its blocks.
         parked: preemptions that parked the KV; resumed_parked: admissions with parked KV.
-        hit_tokens: prompt tokens found on the device, counted when a request first computes; on a
-            prefill node, therefore, not for an attempt that its decode node refuses.
+        hit_tokens: prompt tokens found on the device, with those copied from another sample,
+            counted when a request first computes; on a prefill node, therefore, not for an attempt
+            that its decode node refuses.
         host_hit_tokens: prompt tokens copied from the host, without `storage_hit_tokens`.
         storage_hit_tokens: prompt tokens that the request's own prefetch brought from storage.
         resumed_hit_tokens: tokens that a resumed request did not have to recompute.
@@ -149,3 +165,9 @@ class SchedulerStats:
     waits_for_leader: int = 0
     waits_for_blocks: int = 0
     prefetches_put_off: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens that were found or computed, each once."""
+        hits = self.hit_tokens + self.host_hit_tokens + self.storage_hit_tokens
+        return hits + self.prefill_tokens - self.recomputed_tokens

@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-ORDER: Final = ("manager", "own_loop", "engine", "llm", "conversation", "disaggregated")
+ORDER: Final = (
+    "manager",
+    "own_loop",
+    "engine",
+    "llm",
+    "rl_rollouts",
+    "conversation",
+    "disaggregated",
+)
 
 
 def by_lesson(file_name: str) -> tuple[int, str]:

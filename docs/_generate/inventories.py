@@ -19,12 +19,14 @@ FOLDER: Final = Path(__file__).parents[1] / "_generated"
 
 PYTHON: Final = {
     "library/collections.html": "collections.Counter",
-    "library/collections.abc.html": "collections.abc.Callable collections.abc.Collection "
-    "collections.abc.Hashable collections.abc.Iterable collections.abc.Iterator "
-    "collections.abc.Mapping collections.abc.Sequence",
+    "library/collections.abc.html": "collections.abc.Awaitable collections.abc.Callable "
+    "collections.abc.Collection collections.abc.Hashable collections.abc.Iterable "
+    "collections.abc.Iterator collections.abc.Mapping collections.abc.MutableMapping "
+    "collections.abc.Sequence",
     "library/functions.html": "bool float int object type",
     "library/os.html": "os.PathLike",
     "library/pathlib.html": "pathlib.Path",
+    "library/socket.html": "socket.socket",
     "library/stdtypes.html": "bytes dict frozenset list set str tuple",
     "library/typing.html": "typing.Any typing.Literal typing.Protocol",
 }

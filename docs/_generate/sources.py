@@ -13,6 +13,7 @@ PROJECTS: Final = {
     "FastDeploy": "PaddlePaddle/FastDeploy",
     "kvcached": "ovg-project/kvcached",
     "llm-d": "llm-d/llm-d",
+    "llm-d-kv-cache": "llm-d/llm-d-kv-cache",
     "LMCache": "LMCache/LMCache",
     "mini-sglang": "sgl-project/mini-sglang",
     "Mooncake": "kvcache-ai/Mooncake",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Condition, Thread
+from typing import Final
 
 import jax
 import numpy as np
@@ -14,6 +16,9 @@ import numpy as np
 from ..ids import OpId
 from ..tokens import Int32Array
 from .host_arrays import HostArrays
+
+_EXIT_S: Final = 10.0
+"""How long the end of the program waits for the threads, if the writer was not closed."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,6 +65,9 @@ class BackgroundWriter:
             Thread(target=self._work, name=f"radixkv-host-{number}", daemon=True)
             for number in range(num_threads)
         ]
+        # Python unwinds the stack of a daemon thread that needs the GIL after the interpreter's
+        # end. In a copy, it meets frames of JAX's C++, and the process aborts.
+        atexit.register(self.close, _EXIT_S)
         for thread in self._threads:
             thread.start()
 
@@ -102,7 +110,10 @@ class BackgroundWriter:
         end = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        if any(thread.is_alive() for thread in self._threads):
+            return False
+        atexit.unregister(self.close)
+        return True
 
     def _work(self) -> None:
         """Write until closed; the loop of each thread."""

@@ -38,7 +38,12 @@ class BlockCopies:
     """
 
     def __init__(
-        self, arrays: BlockArrays, max_blocks: int, kinds: Collection[CopyKind] = COPY_KINDS
+        self,
+        arrays: BlockArrays,
+        max_blocks: int,
+        kinds: Collection[CopyKind] = COPY_KINDS,
+        *,
+        min_blocks: int = 1,
     ) -> None:
         """Compile and run every program, the largest first; no block changes its content.
 
@@ -46,11 +51,13 @@ class BlockCopies:
             arrays: pools of the shapes that all later calls use.
             max_blocks: blocks of the largest piece, rounded up to a power of two.
             kinds: kinds of copies to compile.
+            min_blocks: blocks of the smallest piece, rounded up to a power of two.
 
         Raises:
-            CountError: if max_blocks is less than 1.
+            CountError: if either number is less than 1.
         """
         self.max_blocks = _power_of_two(as_count("max_blocks", max_blocks, minimum=1))
+        self._min_blocks = _power_of_two(as_count("min_blocks", min_blocks, minimum=1))
         self._num_pools = len(arrays.keys) + len(arrays.values)
         self._shape = tuple(arrays.keys[0].shape)
         self._dtype = arrays.keys[0].dtype
@@ -58,7 +65,7 @@ class BlockCopies:
         self._pinned = pinned_host(device)
         nothing = np.empty(0, np.int32)
         size = self.max_blocks
-        while size:
+        while size >= self._min_blocks:
             # The first run also loads code and allocates buffers for later runs.
             if "gather" in kinds:
                 self.gather(arrays, nothing, size)
@@ -74,7 +81,7 @@ class BlockCopies:
         """Split a number of blocks into pieces: the slice of blocks, and the padded size."""
         for first in range(0, num_blocks, self.max_blocks):
             last = min(first + self.max_blocks, num_blocks)
-            yield slice(first, last), _power_of_two(last - first)
+            yield slice(first, last), max(_power_of_two(last - first), self._min_blocks)
 
     def exact_pieces(self, num_blocks: int) -> Iterator[slice]:
         """Split a number of blocks into pieces that need no padding: 37 into 32, 4 and 1."""

@@ -147,7 +147,7 @@ class TierDriver:
                 raise
             self._errors[type(error).__name__] += 1
             entry.outcome = Outcome.FAILED
-            if entry.operation.kind is OpKind.DEVICE_TO_HOST:  # its staging is never submitted
+            if entry.operation.kind is OpKind.DEVICE_TO_HOST:  # what is left is never submitted
                 num_blocks = sum(piece.size for piece in entry.staged)
                 self._bytes_in_flight -= num_blocks * self._host.bytes_per_block
 
@@ -257,7 +257,8 @@ class TierDriver:
         operation = entry.operation
         if operation.keys:
             self._need_storage().start(entry)
-        for piece, size, staging in entry.staged:
+        while entry.staged:
+            piece, size, staging = entry.staged[0]
             destinations = operation.destinations[piece]
             if operation.kind is OpKind.HOST_TO_DEVICE:
                 self._warm_copies().scatter(arrays, staging, destinations, size)
@@ -267,7 +268,7 @@ class TierDriver:
                 staged = StagedBlocks(operation.id, piece, destinations, staging, num_bytes)
                 self._writer.submit(staged)
                 entry.writes += 1
-        entry.staged = []
+            del entry.staged[0]  # the report gives its bytes back now
 
     def _need_storage(self) -> StorageCopies:
         if self._storage is None:

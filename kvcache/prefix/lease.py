@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..errors import LeaseError
 from ..ids import Epoch, OpId
 from ..tokens import Int32Array
 from .block_tables import BlockTables
@@ -72,6 +73,13 @@ class Match:
             return None
         block = self._tokens[first : first + self._block_size]
         return (walk.node, block.tobytes())
+
+    def __repr__(self) -> str:
+        host = f" and {self.num_host_blocks:,} host blocks" if self.num_host_blocks else ""
+        return (
+            f"Match({self.num_tokens:,} of {self._length:,} tokens: {self.num_blocks:,} device "
+            f"blocks{host})"
+        )
 
 
 class Lease:
@@ -147,6 +155,20 @@ class Lease:
         view = self._tables.row(self.row) if self.row >= 0 else np.empty(0, np.int32)
         view.flags.writeable = False
         return view
+
+    def __repr__(self) -> str:
+        if self.row < 0:
+            return "Lease(released)"
+        state = ", parking" if self.parking else ", loading" if self.loading is not None else ""
+        return (
+            f"Lease({self.num_blocks:,} blocks for {self.num_tokens:,} tokens: "
+            f"{self.num_hit_blocks:,} hit, {self.num_shared_blocks:,} shared{state})"
+        )
+
+
+def not_a_lease(given: object) -> LeaseError:
+    """Return the error for what is given as a lease and is none."""
+    return LeaseError(f"lease must be a Lease, got {type(given).__name__}")
 
 
 def count_held(leases: Iterable[Lease], match: Match | None = None) -> int:

@@ -41,7 +41,7 @@ from .interface import (
 )
 from .keys import StorageNamespace, block_keys
 from .maintenance import Removed, Verified, open_existing, remove_values, verify_values
-from .urls import BackendOptions, open_backend
+from .urls import BackendOptions, open_backend, open_storage
 from .workers import StorageWorkers
 
 __all__ = [
@@ -82,6 +82,7 @@ __all__ = [
     "block_keys",
     "open_backend",
     "open_existing",
+    "open_storage",
     "remove_values",
     "verify_values",
 ]

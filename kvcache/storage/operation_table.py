@@ -8,6 +8,9 @@
 
 An operation is open until it gets its only completion. It is fenced when it is not open and no
 thread has a task of it: from then on nothing uses its buffers.
+
+A call that raises, as when memory runs out, leaves the bytes in flight as they were: what may raise
+comes before the first change.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class StorageOperation:
     num_left: int
     quiet: bool
     next_block: int = 0
-    tasks: list[Task] = field(default_factory=list)
+    tasks: dict[Task, None] = field(default_factory=dict)
     completion: Completion | None = None
 
 
@@ -63,6 +66,7 @@ class Task:
         operation: operation of the blocks.
         first: number of the first block in the operation.
         keys: keys of the blocks.
+        num_bytes: size of the blocks.
         results: statuses of the first blocks. The thread appends them without a lock, so that a
             block that was done before a deadline counts although later ones were not.
         num_counted: number of results that are in the operation's completion.
@@ -71,6 +75,7 @@ class Task:
     operation: StorageOperation
     first: int
     keys: Sequence[bytes]
+    num_bytes: int
     results: list[Status] = field(default_factory=list)
     num_counted: int = 0
 
@@ -97,14 +102,15 @@ class OperationTable:
         """Start without operations; loads and stores may each hold max_bytes_in_flight."""
         self.max_bytes_in_flight = max_bytes_in_flight
         self._num_threads = num_threads
-        self.bytes_in_flight: Counter[Kind] = Counter()
+        self.bytes_in_flight: Counter[Kind] = Counter(dict.fromkeys(Kind, 0))
         self.ended_blocks: Counter[Status] = Counter()
         self.ended_bytes: Counter[Status] = Counter()
         self.errors: Counter[str] = Counter()
         self.late_blocks = 0
         # Operations that are open, not fenced, or not yet claimed.
         self._known: dict[StorageOpId, StorageOperation] = {}
-        self.running: Counter[Kind] = Counter()  # tasks that were taken and not reported
+        # Tasks that were taken and not reported.
+        self.running: Counter[Kind] = Counter(dict.fromkeys(Kind, 0))
         self.num_running = 0  # the total of these
         self._queues: tuple[OrderedDict[StorageOpId, StorageOperation], ...] = tuple(
             OrderedDict() for _ in range(3)
@@ -143,7 +149,7 @@ class OperationTable:
         """Queue an operation. Blocks from the first one that does not fit are dropped."""
         self._last_id += 1
         num_bytes = [sum(map(len, block)) for block in blocks] or [0] * len(keys)
-        end_block = self._reserve(kind, num_bytes)
+        end_block, used = self._fitting(kind, num_bytes)
         operation = StorageOperation(
             id=StorageOpId(self._last_id),
             epoch=epoch,
@@ -157,11 +163,13 @@ class OperationTable:
             num_left=end_block,
             quiet=quiet,
         )
+        queue = self._queue(operation)
         self._known[operation.id] = operation
         if end_block == 0:
             self._end(operation, Status.DROPPED)
         else:
-            self._queue(operation)[operation.id] = operation
+            queue[operation.id] = operation
+            self.bytes_in_flight[kind] = used
         return operation.id
 
     def take(self) -> Task | None:
@@ -183,12 +191,14 @@ class OperationTable:
                 num_blocks = min(-(-num_left // self._num_threads), _MAX_LOADS_PER_TASK)
             case _:
                 num_blocks = 1
-        operation.next_block += num_blocks
+        stop = first + num_blocks
+        num_bytes = sum(operation.num_bytes[first:stop])
+        task = Task(operation, first, operation.keys[first:stop], num_bytes)
+        operation.tasks[task] = None
+        operation.next_block = stop
         if num_blocks == num_left:
             del queue[operation.id]
-        task = Task(operation, first, operation.keys[first : first + num_blocks])
-        operation.tasks.append(task)
-        self.running[task.kind] += 1
+        self.running[operation.kind] += 1
         self.num_running += 1
         return task
 
@@ -196,16 +206,19 @@ class OperationTable:
         """Record the results of a task, once; they are complete unless the operation has ended."""
         operation, first, num_blocks = task.operation, task.first, len(task.keys)
         assert task in operation.tasks, f"operation {operation.id}: a task was reported twice"
-        operation.tasks.remove(task)
-        self.running[task.kind] -= 1
-        self.num_running -= 1
+        is_late = operation.completion is not None
+        num_results = len(task.results)
+        assert is_late or num_results == num_blocks, f"{num_results} for {num_blocks} blocks"
         self.errors.update(errors)
-        self.bytes_in_flight[operation.kind] -= sum(operation.num_bytes[first : first + num_blocks])
-        if operation.completion is not None:
-            self.late_blocks += len(task.results) - task.num_counted
-            self._forget_if_done(operation)
+        del operation.tasks[task]
+        self.running[operation.kind] -= 1
+        self.num_running -= 1
+        self.bytes_in_flight[operation.kind] -= task.num_bytes
+        if is_late:
+            self.late_blocks += num_results - task.num_counted
+            if not operation.tasks and not operation.quiet:
+                del self._known[operation.id]
             return
-        assert len(task.results) == num_blocks, f"{len(task.results)} for {num_blocks} blocks"
         operation.statuses[first : first + num_blocks] = task.results
         operation.num_left -= num_blocks
         if operation.num_left == 0:
@@ -257,7 +270,8 @@ class OperationTable:
             self._end(operation, Status.TIMED_OUT)
         assert operation.completion is not None
         operation.quiet = False
-        self._forget_if_done(operation)
+        if not operation.tasks:
+            del self._known[operation_id]
         return operation.completion
 
     def fenced(self, operation_id: StorageOpId) -> bool:
@@ -296,39 +310,38 @@ class OperationTable:
             tasks = sum(len(o.tasks) for o in self._known.values() if o.kind is kind)
             assert self.running[kind] == tasks, f"{kind}: {tasks} tasks, not {self.running[kind]}"
 
-    def _reserve(self, kind: Kind, num_bytes: Sequence[int]) -> int:
-        """Reserve bytes for as many leading blocks as fit, and return their number."""
+    def _fitting(self, kind: Kind, num_bytes: Sequence[int]) -> tuple[int, int]:
+        """Return how many leading blocks fit, and the bytes in flight with them."""
         used, end_block = self.bytes_in_flight[kind], 0
         for size in num_bytes:
             if used + size > self.max_bytes_in_flight:
                 break
             used += size
             end_block += 1
-        self.bytes_in_flight[kind] = used
-        return end_block
+        return end_block, used
 
     def _end(self, operation: StorageOperation, status: Status) -> None:
         """Complete an operation; blocks without a status get this one."""
-        self._queue(operation).pop(operation.id, None)
-        not_taken = slice(operation.next_block, operation.end_block)
-        self.bytes_in_flight[operation.kind] -= sum(operation.num_bytes[not_taken])
-        operation.next_block = operation.end_block
+        queue = self._queue(operation)
+        not_taken = sum(operation.num_bytes[operation.next_block : operation.end_block])
         for task in operation.tasks:  # the results so far count
             done = task.results[:]
             operation.statuses[task.first : task.first + len(done)] = done
             task.num_counted = len(done)
-        statuses = tuple(status if each is None else each for each in operation.statuses)
+        statuses = tuple([status if each is None else each for each in operation.statuses])
+        completion = Completion(operation.id, operation.epoch, operation.kind, statuses)
         self.ended_blocks.update(statuses)
         for each, num_bytes in zip(statuses, operation.num_bytes, strict=True):
             self.ended_bytes[each] += num_bytes
-        operation.completion = Completion(operation.id, operation.epoch, operation.kind, statuses)
         if not operation.quiet:
-            self._completions.append(operation.completion)
-        self._forget_if_done(operation)
-
-    def _forget_if_done(self, operation: StorageOperation) -> None:
-        if operation.completion is not None and not operation.tasks and not operation.quiet:
-            self._known.pop(operation.id, None)
+            self._completions.append(completion)
+        operation.completion = completion
+        operation.next_block = operation.end_block
+        self.bytes_in_flight[operation.kind] -= not_taken
+        if operation.id in queue:
+            del queue[operation.id]
+        if not operation.tasks and not operation.quiet:
+            del self._known[operation.id]
 
     def _queue(self, operation: StorageOperation) -> OrderedDict[StorageOpId, StorageOperation]:
         return self._queues[_URGENCY.get(operation.kind, 2)]

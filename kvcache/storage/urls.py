@@ -13,6 +13,10 @@ from .files import FileBackend, Sync
 from .interface import Backend
 from .keys import NAMESPACE_DIGITS, StorageNamespace
 from .remote import DEFAULT_PREFIX
+from .workers import StorageWorkers
+
+_MAX_BYTES_OF_FILES: Final = 16 * 2**30
+_MAX_BYTES_IN_FLIGHT: Final = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,25 @@ def open_backend(url: str, options: BackendOptions | None = None) -> Backend:
     return open_it(url, options)
 
 
+def open_storage(
+    url: str, namespace: StorageNamespace | None, *, max_bytes: int | None = None
+) -> StorageWorkers:
+    """Open the storage that a URL names, as the commands do; the caller closes it.
+
+    Args:
+        url: see `open_backend`.
+        namespace: see `BackendOptions`.
+        max_bytes: size limit of file:; default: 16 GiB.
+
+    Raises:
+        StorageError, ValueError: see `open_backend`.
+    """
+    if max_bytes is None and url.startswith("file:"):
+        max_bytes = _MAX_BYTES_OF_FILES
+    backend = open_backend(url, BackendOptions(max_bytes=max_bytes, namespace=namespace))
+    return StorageWorkers(backend, max_bytes_in_flight=_MAX_BYTES_IN_FLIGHT)
+
+
 def directory_of(url: str) -> str | None:
     """Return the path in a file: URL; None for another scheme.
 
@@ -133,10 +156,11 @@ def _open_s3(url: str, options: BackendOptions) -> Backend:
     from .object_storage import ObjectStorageBackend, s3_store
 
     parts = _split(url)
-    # Credentials in a URL end up in shell histories and logs.
-    if not parts.netloc or set("@:") & set(parts.netloc) or parts.query or parts.fragment:
+    if not _BUCKET.fullmatch(parts.netloc) or parts.query or parts.fragment:
         raise StorageUrlError("a bucket's URL is s3://BUCKET or s3://BUCKET/PREFIX")
     steps = [step for step in unquote(parts.path).split("/") if step]
+    if {".", ".."} & set(steps):
+        raise StorageUrlError("a bucket's prefix has no steps . and ..")
     if options.namespace is not None:
         steps.append(namespace_digits(options.namespace))
     store = s3_store(parts.netloc, **options.given())
@@ -171,6 +195,8 @@ def _split(url: str) -> SplitResult:
         raise StorageUrlError("the storage URL is malformed") from None
 
 
+_BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+"""Names of buckets; not credentials, which would end up in shell histories and logs."""
 _SERVER: Final = frozenset({"timeout_s", "connect_timeout_s"})
 _SCHEMES: Final[dict[str, tuple[Callable[[str, BackendOptions], Backend], frozenset[str]]]] = {
     "file": (_open_files, frozenset({"max_bytes", "sync"})),

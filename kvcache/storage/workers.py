@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable, Sequence
 from itertools import repeat
@@ -106,9 +107,12 @@ class StorageWorkers:
         self._num_done = self._num_seen = 0  # blocks in total, and at the last poll
         # Daemon threads: a backend that never answers must not keep the process alive.
         self._threads = [
-            Thread(target=self._work, name=f"radixkv-storage-{number}", daemon=True)
+            Thread(target=self._live, name=f"radixkv-storage-{number}", daemon=True)
             for number in range(num_threads)
         ]
+        # Python unwinds the stack of a daemon thread that needs the GIL after the interpreter's
+        # end. In a backend in C++ or Rust, that aborts the process.
+        atexit.register(self.close)
         for thread in self._threads:
             thread.start()
 
@@ -229,6 +233,7 @@ class StorageWorkers:
             return False
         if self._threads:
             self._threads = []
+            atexit.unregister(self.close)
             self._backend.close()
         return True
 
@@ -266,17 +271,35 @@ class StorageWorkers:
                 self._submitted.notify()
             return operation
 
+    def _live(self) -> None:
+        """Run tasks until closed, in each thread, which outlives its errors."""
+        while True:
+            try:
+                self._work()
+                return
+            except Exception as error:
+                self._table.errors[type(error).__name__] += 1
+
     def _work(self) -> None:
-        """Run tasks until closed; the loop of each thread."""
+        """Run tasks until closed. An operation that an error leaves open ends at its deadline."""
         while True:
             with self._lock:
                 while (task := self._table.take()) is None:
                     if self._closed:
                         return
                     self._submitted.wait()
-            errors = self._run(task)
+            try:
+                errors = self._run(task)
+            except BaseException as error:  # of ours: those of the backend are results
+                task.results += [Status.FAILED] * (len(task.keys) - len(task.results))
+                errors = [type(error).__name__]
             with self._lock:
-                self._table.report(task, errors)
+                try:
+                    self._table.report(task, errors)
+                except BaseException:
+                    if task in task.operation.tasks:
+                        self._table.report(task)
+                    raise
                 self._reported.notify_all()
                 if (
                     not self._parallelism.use_all_threads

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import StorageConfigError
+from ..events import EventRecorder
 from ..ids import OpId
 from ..prefix.block_pool import BlockPool
 from ..prefix.lease import Lease
@@ -64,19 +65,20 @@ class Tiers:
         cache: Cache,
         device_pool: BlockPool,
         publish_run: Callable[[Lease, bytes], None],
+        events: EventRecorder | None = None,
     ) -> None:
         """Make the tiers of a manager.
 
         Args:
             config: configuration of the host tier.
             storage: see `storage`.
-            cache, device_pool, publish_run: see ``TierState``.
+            cache, device_pool, publish_run, events: see ``TierState``.
 
         Raises:
             StorageConfigError: see `storage`.
         """
         self.config = config.with_policy(storage=storage is not None)
-        self.state = TierState(self.config, cache, device_pool, publish_run)
+        self.state = TierState(self.config, cache, device_pool, publish_run, events)
         self.offloader = Offloader(self.state)
         self.loader = Loader(self.state, self.offloader)
         self.storage = storage
@@ -106,6 +108,8 @@ class Tiers:
                     f"storage has blocks of {block_size} tokens, but the cache of {expected}"
                 )
         self.state.tree.keys = None if namespace is None else StorageKeyCache(namespace)
+        if self.state.events is not None:
+            self.state.events.forget_storage()
 
     # Operations out, completions in
 
@@ -236,6 +240,10 @@ class Tiers:
         """Put a node that only the host had on the device: see `TieredTree.add_device_blocks`."""
         adopted = self.state.tree.add_device_blocks(node, tokens, device_blocks)
         assert adopted.host is not None, "a node that only the host had has no copy"
+        if self.state.events is not None:
+            assert adopted.parent is not None, "a root is put on the device"
+            run = adopted.tokens[: adopted.num_blocks * self.state.tree.block_bytes]
+            self.state.events.published(adopted.parent, run, adopted.device_blocks)
         self.state.host.relink(adopted.host)
         self.state.drop_redundant(adopted.host)
         return adopted

@@ -66,9 +66,14 @@ class StoreCompletion(CompletionHandler):
         """Hold valid runs."""
         self._state = state
         self.runs = state.host.hold(runs)
+        copies = [(run.node, run.blocks) for run in runs if run.node is not None]
+        # The nodes may be gone when the copy ends.
+        self._to_report = [] if state.events is None else state.events.storing(copies)
 
     def on_result(self, ok: Sequence[bool]) -> None:
         """See CompletionHandler."""
+        if self._state.events is not None:
+            self._state.events.stored(self._to_report, ok)
         place = 0
         for run in self.runs:
             after = place + run.num_blocks

@@ -10,6 +10,7 @@ from typing import Final, Literal, Self, TypeAlias
 import numpy as np
 
 from ..errors import HostConfigError
+from ..events import EventRecorder
 from ..prefix.block_pool import BlockPool
 from ..prefix.node import ITEM_BYTES, Node
 from ..tokens import Int32Array, as_count
@@ -152,18 +153,23 @@ class HostTier:
 
     Attributes:
         pool: pool of host blocks.
+        events: recorder of KV events, or None.
         num_idle: number of blocks in the lists.
         num_cached: number of blocks in valid runs.
     """
 
-    def __init__(self, num_blocks: int, *, redundant_first: bool) -> None:
+    def __init__(
+        self, num_blocks: int, *, redundant_first: bool, events: EventRecorder | None = None
+    ) -> None:
         """Make an empty tier.
 
         Args:
             num_blocks: size of the pool.
             redundant_first: whether to drop redundant copies before the others.
+            events: recorder of KV events, or None.
         """
         self.pool = BlockPool(num_blocks)
+        self.events = events
         self._list = _sentinel()
         self._redundant = _sentinel() if redundant_first else self._list
         self.num_idle = 0
@@ -197,12 +203,16 @@ class HostTier:
         assert run.in_flight and run.node is not None, "a run that is not in flight was written"
         run.in_flight = False
         self.num_cached += run.num_blocks
+        if self.events is not None:
+            self.events.copied(run.node, run.blocks)
         if not run.holders:
             self._link_path(run)
 
     def start_promotion(self, run: HostRun) -> None:
         """Recycle the blocks of a valid run whose contents move to the device."""
         assert run.is_valid and not run.holders, "a run that is not idle is promoted"
+        if self.events is not None:
+            self.events.dropped(run.blocks)
         self._unlink(run)
         self._forget(run)
         run.promoting = True
@@ -249,6 +259,8 @@ class HostTier:
         run.node.host = None
         run.node = None
         if run.is_valid:
+            if self.events is not None:
+                self.events.dropped(run.blocks)
             self.num_cached -= run.num_blocks
         if not run.holders:
             self._recycle(run)

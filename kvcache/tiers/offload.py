@@ -160,6 +160,8 @@ class Offloader:
         for node, blocks in sources.items():
             after = place + len(blocks) // ITEM_BYTES
             runs.append(self._host.add_copy(node, ids[place:after]))
+            if self._host.events is not None:
+                self._host.events.copying(blocks, ids[place:after])
             place = after
         return ids, runs
 

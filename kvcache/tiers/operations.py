@@ -88,6 +88,9 @@ class CompletionHandler:
         """Apply the result of each block. Called once, before `on_fence`."""
         raise NotImplementedError
 
+    def on_cancel(self) -> None:
+        """Prepare for a cancellation: `on_result` follows, with a failure of each block."""
+
     def on_fence(self) -> None:
         """Return the blocks that were not written. Called once, after `on_result`."""
         raise NotImplementedError
@@ -185,7 +188,8 @@ class Operations:
         """End an operation as failed, unless it has a result."""
         if op_id not in self._open:
             return
-        operation, _ = self._open[op_id]
+        operation, handler = self._open[op_id]
+        handler.on_cancel()
         dispatched = self._queued.pop(op_id, None) is None
         if dispatched:
             self._cancelled.append(op_id)

@@ -92,6 +92,8 @@ def unpark(state: TierState, parked: Parked) -> None:
 
 def require_parked(state: TierState | None, parked: Parked) -> None:
     """Raise LeaseError for a request that was resumed or unparked before."""
+    if not isinstance(parked, Parked):
+        raise LeaseError(f"parked must be a Parked, got {type(parked).__name__}")
     if state is None or parked not in state.parked:
         raise LeaseError("the parked request was resumed or unparked, or is of another cache")
 

@@ -50,6 +50,11 @@ class Prefetch:
         self._namespace = namespace
         self._keys = keys
 
+    def record(self, ok: Sequence[bool]) -> None:
+        """Record which of the blocks that were looked up storage has."""
+        if self._state.events is not None:
+            self._state.events.looked_up(self._namespace, self._tokens, ok)
+
     def load(self, num_blocks: int) -> None:
         """Load the first num_blocks blocks that were looked up, as far as the host has room."""
         state = self._state
@@ -79,10 +84,17 @@ class _LookupCompletion(CompletionHandler):
     def __init__(self, prefetch: Prefetch) -> None:
         self._prefetch = prefetch
         self.runs = prefetch.runs
+        self._is_cancelled = False
+
+    def on_cancel(self) -> None:
+        """See CompletionHandler. Nothing is known of storage then."""
+        self._is_cancelled = True
 
     def on_result(self, ok: Sequence[bool]) -> None:
         """See CompletionHandler."""
         self.runs = []  # the load holds them now
+        if not self._is_cancelled:
+            self._prefetch.record(ok)
         self._prefetch.load(leading(ok))
 
     def on_fence(self) -> None:

@@ -7,6 +7,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from ..events import EventRecorder
 from ..ids import Epoch, OpId
 from ..prefix.block_pool import BlockPool
 from ..prefix.lease import Lease, Match
@@ -51,6 +52,7 @@ class TierState:
         device_pool: the manager's pool of device blocks.
         publish_run: publishes whole blocks of a lease, given their tokens as bytes of int32. It
             checks nothing.
+        events: recorder of KV events, or None.
         tree: the radix tree of all tiers.
         host: the host tier.
         operations: operations that have not ended.
@@ -66,12 +68,16 @@ class TierState:
         cache: Cache,
         device_pool: BlockPool,
         publish_run: Callable[[Lease, bytes], None],
+        events: EventRecorder | None = None,
     ) -> None:
         self.config = config
         self.cache = cache
         self.device_pool = device_pool
         self.publish_run = publish_run
-        self.host = HostTier(config.num_blocks, redundant_first=config.write != "through")
+        self.events = events
+        self.host = HostTier(
+            config.num_blocks, redundant_first=config.write != "through", events=events
+        )
         self.tree = TieredTree(cache.block_size, self.host)
         self.operations = Operations()
         self.recency = StorageRecency(self.tree)

@@ -214,6 +214,8 @@ class TieredTree(RadixTree):
         parent.add_child(node)
         run = self.host.add_copy(node, host_blocks[-missing:])
         run.stored = True  # it came from storage
+        if self.host.events is not None:
+            self.host.events.fetching(namespace, tokens, host_blocks[-missing:])
         assert self.keys is not None, "a block was loaded from storage, but the cache has none"
         self.keys.learn(node, keys[-missing:])
         self.host.mark_valid(run)

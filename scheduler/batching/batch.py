@@ -12,7 +12,7 @@ from ..errors import ConfigError, RequestError, StepOrderError
 from ..policy import Policy, as_policy
 from ..request import FinishReason, Request, RequestStatus, lease_of
 from ..reservation import Reservation
-from ..step_plan import Chunk, SchedulerStats, StepPlan
+from ..step_plan import BlockCopy, Chunk, SchedulerStats, StepPlan
 from .leases import Leases, ManagerLeases
 from .preemption import Preemption, PreemptMode, check_preempt_mode
 from .queues import RequestQueues
@@ -289,7 +289,9 @@ class BatchScheduler:
         if self._transfers is not None and self._transfers.is_held_up(request):
             return True
         # An older match may be stale: the node where it ended may have grown by another prefix.
-        match = request.match = self.manager.match(request.tokens, request.namespace)
+        match = request.match = self.manager.match(
+            request.tokens, request.namespace, max_hit_tokens=request.max_hit_tokens
+        )
         waits = match.next_block in in_progress
         self._stats.waits_for_leader += waits
         return waits
@@ -305,10 +307,12 @@ class BatchScheduler:
         request.num_prefill_tokens = request.num_tokens
         self.queues.running.append(request)
         plan.admitted.append(request)
-        if self._leases.is_ready(request):
+        if not self._leases.is_ready(request):
+            request.status = RequestStatus.LOADING
+        elif request.sample_of is None:
             self._begin(request)
         else:
-            request.status = RequestStatus.LOADING
+            self._begin(request, self._copy_last_block(plan, request, lease, request.sample_of))
         self._plan_prefill(plan, request)
         return lease
 
@@ -317,19 +321,44 @@ class BatchScheduler:
             if request.status is RequestStatus.LOADING and self._leases.is_ready(request):
                 self._begin(request)
 
-    def _begin(self, request: Request) -> None:
+    def _copy_last_block(
+        self, plan: StepPlan, request: Request, lease: Lease, first: Request
+    ) -> int:
+        """Plan a copy of the prompt's last block from the first sample, if that has computed it.
+
+        Returns:
+            The number of tokens in it; 0 if it is whole, and thus shared, or not copied.
+        """
+        num_blocks, num_tokens = divmod(request.num_prompt_tokens, self.manager.block_size)
+        is_due = (
+            self.prefix_cache
+            and num_tokens > 1  # the last one is computed in any case
+            and not request.has_begun
+            and request.prompt_logprobs is None  # then the prompt is computed
+            and lease.num_hit_blocks == num_blocks
+            and first.num_computed >= request.num_prompt_tokens
+            and first.status is RequestStatus.RUNNING
+        )
+        if not is_due:
+            return 0
+        source = lease_of(first).block_table.item(num_blocks)
+        plan.copies.append(BlockCopy(first, source, lease.block_table.item(num_blocks)))
+        first.num_copies += 1
+        return num_tokens
+
+    def _begin(self, request: Request, num_copied: int = 0) -> None:
         """Let a request compute what follows the tokens in its blocks, and count its hits."""
         lease = lease_of(request)
         # The last token is computed even on a hit, because its logits are needed.
-        hit_tokens = min(lease.num_ready_tokens, request.num_tokens - 1)
+        hit_tokens = min(lease.num_ready_tokens + num_copied, request.num_tokens - 1)
         if not request.has_begun:
             request.has_begun = True
             self._stats.admitted += 1
-            on_device = lease.num_hit_blocks * self.manager.block_size
+            on_device = lease.num_hit_blocks * self.manager.block_size + num_copied
             request.num_hit_tokens = on_device
             self._stats.hit_tokens += min(on_device, hit_tokens)
             if self._transfers is not None:
-                self._transfers.count_hits(request, hit_tokens)
+                self._transfers.count_hits(request, hit_tokens - num_copied)
         else:
             self._stats.resumed_hit_tokens += hit_tokens
         request.status = RequestStatus.RUNNING
@@ -349,6 +378,10 @@ class BatchScheduler:
         tokens = list(map(int, next_tokens))
         self.in_flight.popleft()
         self.manager.end_step()
+        for copy in plan.copies:
+            copy.owner.num_copies -= 1
+            if copy.owner.finish_reason is not None:
+                self._release_ended(copy.owner)
         finished: list[Request] = []
         decode, prefill = plan.decode, plan.prefill
         block_size, running = self.manager.block_size, RequestStatus.RUNNING

@@ -9,21 +9,22 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, Final
 
-from ..errors import HandoffFailedError, NodesMissingError
+from ..errors import NodesMissingError
 from ..handoff.gateway_messages import GATEWAY
 from ..models import load_config
 from ..nodes.channel import Secret, ZmqChannel, load_secret
 from ..nodes.channel.codec import VERSION
+from ..nodes.open_files import reserve_files
 from ..nodes.processes import NodeProcesses
 from ..nodes.remote_nodes import RemoteNodes
 from ..request import Request
 from .errors import BadInputError
 from .output import ProgressBar
-from .prompts import Sizes
+from .prompts import Sizes, prompts_failed
 from .tiers import storage_of_node
 
-_SILENCE_S: Final = 5.0
-_TIMEOUT_S: Final = 120.0
+SILENCE_S: Final = 5.0
+TIMEOUT_S: Final = 120.0
 _STORAGE: Final = "RADIXKV_STORAGE"
 """Environment variable that gives a started node its storage URL, which may contain a password."""
 
@@ -34,16 +35,27 @@ def complete_on_nodes(
     """Complete all requests, and return the statistics of each node that was started here.
 
     Raises:
-        HandoffFailedError: A request failed.
+        HandoffFailedError: Requests failed, and the others are complete.
         NodeProcessError: A node that was started here ended.
         NodesMissingError: Nodes did not connect in time, or were lost and did not come back.
         BadInputError: A node connected that cannot serve.
     """
     if arguments.gateway is not None:
         secret = load_secret(arguments.secret_file)
-        with closing(_open_gateway(arguments.gateway, secret)) as channel:
+        with closing(open_gateway(arguments.gateway, secret)) as channel:
             _serve(arguments, requests, channel)
         return {}
+    with NodeProcesses() as processes:
+        with closing(open_gateway("127.0.0.1:0", processes.secret)) as channel:
+            start_nodes(arguments, sizes, processes, channel)
+            _serve(arguments, requests, channel, processes.check)
+        return processes.stop()
+
+
+def start_nodes(
+    arguments: argparse.Namespace, sizes: Sizes, processes: NodeProcesses, channel: ZmqChannel
+) -> None:
+    """Start the nodes that the options ask for; each connects to the gateway's channel."""
     common = [
         *(arguments.model_dir, "--transport", arguments.transport or "jax"),
         *("--block-size", arguments.block_size, "--device-blocks", sizes.num_blocks),
@@ -58,22 +70,22 @@ def complete_on_nodes(
     generation = ["--preempt", arguments.preempt, "--reserve-tokens", arguments.reserve_tokens]
     if arguments.depth is not None:
         generation += ["--depth", arguments.depth]
-    with NodeProcesses() as processes:
-        with closing(_open_gateway("127.0.0.1:0", processes.secret)) as channel:
-            common += ["--gateway", channel.address]
-            for role, options in (("prefill", common), ("decode", [*common, *generation])):
-                for index in range(getattr(arguments, role) or 1):
-                    name = f"{role}-{index}"
-                    url = storage_of_node(arguments, name)
-                    storage = [] if url is None else ["--storage", f"env:{_STORAGE}"]
-                    environment = {} if url is None else {_STORAGE: url}
-                    processes.start(name, f"{role}-node", [*options, *storage], environment)
-            _serve(arguments, requests, channel, processes.check)
-        return processes.stop()
+    common += ["--gateway", channel.address]
+    for role, options in (("prefill", common), ("decode", [*common, *generation])):
+        for index in range(getattr(arguments, role) or 1):
+            name = f"{role}-{index}"
+            url = storage_of_node(arguments, name)
+            storage = [] if url is None else ["--storage", f"env:{_STORAGE}"]
+            environment = {} if url is None else {_STORAGE: url}
+            processes.start(name, f"{role}-node", [*options, *storage], environment)
 
 
-def _open_gateway(address: str, secret: Secret | None) -> ZmqChannel:
-    return ZmqChannel(GATEWAY, epoch=time.time_ns(), bind=address, secret=secret)
+def open_gateway(address: str, secret: Secret | None) -> ZmqChannel:
+    """Return the gateway's channel, to which nodes connect."""
+    max_peers = reserve_files(transport=False)
+    return ZmqChannel(
+        GATEWAY, epoch=time.time_ns(), bind=address, secret=secret, max_peers=max_peers
+    )
 
 
 def _serve(
@@ -83,15 +95,15 @@ def _serve(
     check_processes: Callable[[], None] = lambda: None,
 ) -> None:
     """Be the gateway: wait for the nodes, and complete all requests on them."""
-    timeout_s = _TIMEOUT_S if arguments.timeout_s is None else arguments.timeout_s
+    timeout_s = TIMEOUT_S if arguments.timeout_s is None else arguments.timeout_s
     nodes = RemoteNodes(
         channel,
         block_size=arguments.block_size,
         model=load_config(arguments.model_dir).name,
-        silence_s=_SILENCE_S,
+        silence_s=SILENCE_S,
     )
     with ProgressBar(quiet=False) as progress:
-        _wait_for(nodes, arguments, timeout_s, check_processes)
+        wait_for(nodes, arguments, timeout_s, check_processes)
         for request in requests:
             nodes.add_request(request)
         while nodes.has_work:
@@ -100,11 +112,11 @@ def _serve(
             nodes.check(timeout_s)
             without = f" without {' and '.join(nodes.gone)}" if nodes.gone else ""
             progress(f"completing prompts{without}", len(requests) - nodes.num_open, len(requests))
-    for request_id, reason in nodes.failures.items():
-        raise HandoffFailedError(f"prompt {request_id}: {reason}")
+    if nodes.failures:
+        raise prompts_failed(nodes.failures)
 
 
-def _wait_for(
+def wait_for(
     nodes: RemoteNodes,
     arguments: argparse.Namespace,
     timeout_s: float,

@@ -15,8 +15,10 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Final
 
+from ...kvcache import EventBatch
 from ...kvcache.storage import Storage
 from ..engine import make_storage_namespace
+from ..gateway.cache_index import CacheReporter
 from ..handoff import Timing
 from ..handoff.gateway_messages import GATEWAY
 from ..models import load_model
@@ -26,13 +28,16 @@ from ..nodes.channel import ChannelAddressError, ZmqChannel, load_secret
 from ..nodes.channel.address import check_target
 from ..nodes.channel.schema import MAX_NAME_CHARS
 from ..nodes.event_loop import NodeEventLoop
+from ..nodes.open_files import reserve_files
 from ..nodes.transport import Transport
 from ..nodes.transport.registry import open_transport
+from ..terminal.interrupts import exit_on_interrupt
 from .errors import BadInputError
+from .kv_events import publishing
 from .options.common import check_memory, check_tiers, host_tier, reserve_tokens
 from .output import describe_node
 from .startup import report_on_stderr
-from .tiers import open_storage
+from .tiers import storage_of_options
 
 _RETRIES_PER_SILENCE: Final = 5
 _SILENCES_PER_TRANSFER: Final = 6
@@ -52,28 +57,37 @@ def run(arguments: argparse.Namespace) -> int:
             f"got {arguments.name!r}"
         )
     with ExitStack() as stack:
+        serve_until_stopped = stack.enter_context(_stop_signals(arguments.parent_pid))
         channel = stack.enter_context(closing(_open_channel(arguments)))
         host = arguments.listen.rpartition(":")[0].strip("[]")
         transport = open_transport(arguments.transport, host=host)
         stack.callback(transport.close)
         timing = make_timing(arguments.silence_s)
+        cache = CacheReporter()
         with report_on_stderr():
-            engine, storage = _make_engine(arguments, transport, channel.epoch, timing, stack)
+            engine, storage = _make_engine(
+                arguments, transport, channel.epoch, timing, cache, stack
+            )
         loop = NodeEventLoop(
-            engine, channel, gateway=arguments.gateway, transport=arguments.transport, timing=timing
+            engine,
+            channel,
+            gateway=arguments.gateway,
+            transport=arguments.transport,
+            timing=timing,
+            cache=cache,
         )
-        with _stop_signals(arguments.parent_pid) as is_stopped:
-            stats = engine.stats().engine
-            attention = f"{stats.attention_backend} ({stats.attention_reason})"
-            for line in (
-                f"{arguments.name} has dtype {stats.dtype} and attention backend {attention}",
-                f"{arguments.name} serves at {channel.address}",
-            ):
-                print(f"radixkv: {line}", file=sys.stderr, flush=True)
-            gc.collect()
-            gc.freeze()  # a collection during a step need not visit the model and the programs
-            loop.run(is_stopped)
-            engine.close()  # stores what is still on its way to storage
+        stats = engine.stats().engine
+        attention = f"{stats.attention_backend} ({stats.attention_reason})"
+        gc.collect()
+        gc.freeze()  # a collection during a step need not visit the model and the programs
+        is_stopped = serve_until_stopped()
+        for line in (
+            f"{arguments.name} has dtype {stats.dtype} and attention backend {attention}",
+            f"{arguments.name} serves at {channel.address}",
+        ):
+            print(f"radixkv: {line}", file=sys.stderr, flush=True)
+        loop.run(is_stopped)
+        engine.close()  # stores what is still on its way to storage
         print(json.dumps(describe_node(engine.stats(), storage), allow_nan=False), flush=True)
     return 0
 
@@ -96,6 +110,7 @@ def _open_channel(arguments: argparse.Namespace) -> ZmqChannel:
         epoch=time.time_ns(),
         bind=arguments.listen,
         secret=load_secret(arguments.secret_file),
+        max_peers=reserve_files(transport=True),
     )
     try:
         check_target(channel.address)  # peers connect to it
@@ -110,6 +125,7 @@ def _make_engine(
     transport: Transport,
     epoch: int,
     timing: Timing,
+    cache: CacheReporter,
     stack: ExitStack,
 ) -> tuple[PrefillEngine | DecodeEngine, Storage | None]:
     """Make the engine over its storage; the stack closes both."""
@@ -117,8 +133,15 @@ def _make_engine(
     model = load_model(model_dir, arguments.dtype or "auto")
     revision = weights_digest(model_dir)
     namespace = make_storage_namespace(model, revision, arguments.block_size)
-    storage = stack.enter_context(open_storage(arguments, namespace))
+    storage = stack.enter_context(storage_of_options(arguments, namespace))
     capacity = arguments.block_size * arguments.device_blocks
+    publish = stack.enter_context(publishing(arguments))
+
+    def on_events(batch: EventBatch) -> None:
+        cache.take_in(batch)
+        if publish is not None:
+            publish(batch)
+
     options: dict[str, Any] = {
         "epoch": epoch,
         "now": time.monotonic(),
@@ -132,6 +155,7 @@ def _make_engine(
         "host": host_tier(arguments),
         "storage": storage,
         "storage_namespace": None if storage is None else namespace,
+        "on_events": on_events,
     }
     engine: PrefillEngine | DecodeEngine
     if arguments.role == "prefill":
@@ -150,13 +174,19 @@ def _make_engine(
 
 
 @contextmanager
-def _stop_signals(parent_pid: int | None) -> Iterator[Callable[[], bool]]:
-    """Yield whether to stop: after SIGTERM or SIGINT, or when the parent has ended."""
+def _stop_signals(parent_pid: int | None) -> Iterator[Callable[[], Callable[[], bool]]]:
+    """Let signals end a node that starts at once; yield what changes that when it serves.
+
+    It returns whether to stop: after SIGTERM or SIGINT, or when the parent has ended. Later signals
+    change nothing, so that a node closes in order.
+    """
     stopped = Event()
-    signals = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(each, lambda *_: stopped.set()) for each in signals]
-    try:
-        yield lambda: stopped.is_set() or parent_pid not in (None, os.getppid())
-    finally:
-        for each, handler in zip(signals, before, strict=True):
-            signal.signal(each, handler)
+    with exit_on_interrupt(), ExitStack() as stack:
+
+        def serve() -> Callable[[], bool]:
+            for each in (signal.SIGTERM, signal.SIGINT):
+                before = signal.signal(each, lambda *_: stopped.set())
+                stack.callback(signal.signal, each, before)
+            return lambda: stopped.is_set() or parent_pid not in (None, os.getppid())
+
+        yield serve

@@ -77,12 +77,19 @@ class ProgressBar:
     """
 
     def __init__(self, quiet: bool) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            SpinnerColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         from ..terminal.console import make_console
 
         console = make_console(stderr=True)
         self._progress = Progress(
+            SpinnerColumn("line"),  # moves while a program is compiled
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
             TextColumn("{task.percentage:.0f}% ({task.completed:,.0f} of {task.total:,.0f})"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ..errors import HandoffFailedError
 from .errors import BadInputError
 
 if TYPE_CHECKING:
@@ -77,10 +78,11 @@ def choose_sizes(
     """
     block_size = arguments.block_size
     num_tokens = [len(prompt) + arguments.max_new_tokens for prompt in prompts]
+    n: int = arguments.n
     needed = [-(-number // block_size) for number in num_tokens]
     elements_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     bytes_per_block = elements_per_token * block_size * itemsize
-    num_blocks = arguments.device_blocks or _default_blocks(needed, bytes_per_block)
+    num_blocks = arguments.device_blocks or _default_blocks(needed * n, bytes_per_block)
     for index, (prompt, blocks) in enumerate(zip(prompts, needed, strict=True)):
         tokens = f"{len(prompt)} prompt tokens and {arguments.max_new_tokens} new tokens"
         if num_tokens[index] > config.max_positions:
@@ -97,7 +99,7 @@ def choose_sizes(
     return Sizes(
         num_blocks=num_blocks,
         token_budget=token_budget,
-        max_running=min(len(prompts), token_budget, _MAX_RUNNING),
+        max_running=min(len(prompts) * n, token_budget, _MAX_RUNNING),
         max_model_len=max(num_tokens),
     )
 
@@ -136,3 +138,10 @@ def _encode(place: str, prompt: str, encode: Callable[[str], list[int]]) -> list
     except UnicodeEncodeError as error:
         raise BadInputError(f"{place}: is not text: {error}") from error
     return encode(prompt)
+
+
+def prompts_failed(failures: Mapping[str, str]) -> HandoffFailedError:
+    """Return the error of prompts that failed on all nodes; the reasons are by their numbers."""
+    (number, reason), *others = failures.items()
+    more = f" (and {len(others)} more)" if others else ""
+    return HandoffFailedError(f"prompt {number}: {reason}{more}", failures)

@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 
 from ..replay import run_replay
+from ..replay.page import to_page
 from ..replay.simulation.cluster import ClusterConfig
 from ..replay.simulation.single_node import SimulationConfig
 from .errors import BadInputError
@@ -17,6 +18,9 @@ from .output import ProgressBar, check_destination, emit
 def run(arguments: argparse.Namespace) -> int:
     """Replay, print the report, and return 1 if a check failed."""
     check_destination(arguments.json)
+    if arguments.html == "-":
+        raise BadInputError("--html needs the name of a file, got -")
+    check_destination(arguments.html, "--html")
     check_memory(arguments)
     check_tiers(arguments, "--storage-blocks")
     simulation = SimulationConfig(
@@ -38,6 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
             clusters=clusters,
             progress=progress,
         )
+    if arguments.html is not None:
+        Path(arguments.html).write_text(to_page(report), encoding="utf-8")
     emit(arguments.json, report.to_json(), report.render())
     return 0 if report.ok else 1
 

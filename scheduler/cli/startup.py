@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+
+from ..terminal.log_lines import listen
 
 _DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
 _ENABLED = "JAX_ENABLE_COMPILATION_CACHE"
@@ -59,33 +60,18 @@ def report_on_stderr() -> Iterator[None]:
         if sys.stderr is not None:  # a service may have closed it
             print(f"{erase}{text}", end=end, file=sys.stderr, flush=True)
 
-    handler = _Handler(lambda text: print_line(f"radixkv: {text}", end))
-    logger = logging.getLogger(_LOGGER)
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     try:
-        with warnings.catch_warnings():
+        with (
+            warnings.catch_warnings(),
+            listen(_LOGGER, lambda record: print_line(f"radixkv: {record.getMessage()}", end)),
+        ):
             warnings.showwarning = lambda message, *_, **__: print_line(
                 f"radixkv: warning: {message}"
             )
             yield
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
         if is_terminal:
             print_line("", end="")
-
-
-class _Handler(logging.Handler):
-    """Passes each message to a function."""
-
-    def __init__(self, show: Callable[[str], None]) -> None:
-        super().__init__()
-        self._show = show
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._show(record.getMessage())
 
 
 def _processor() -> str:

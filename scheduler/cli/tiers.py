@@ -14,13 +14,12 @@ from ...kvcache.storage import (
     StorageNamespace,
     StorageWorkers,
     open_backend,
+    open_storage,
 )
 from ...kvcache.storage.keys import KEY_BYTES
 from ...kvcache.storage.urls import directory_of, is_server_url
 from .errors import BadInputError
 
-_MAX_BYTES: Final = 16 * 2**30
-_MAX_BYTES_IN_FLIGHT: Final = 2**30
 _ANSWER_S: Final = 10.0
 """Timeout of the check at the start, longer than later ones: a slow server is not a wrong one."""
 
@@ -59,7 +58,7 @@ def check_server(arguments: argparse.Namespace) -> None:
 
 
 @contextmanager
-def open_storage(
+def storage_of_options(
     arguments: argparse.Namespace, namespace: StorageNamespace | None, *, node: str | None = None
 ) -> Iterator[StorageWorkers | None]:
     """Open the storage that the options name, or that of a node, and close it at the end."""
@@ -67,13 +66,5 @@ def open_storage(
     if url is None:
         yield None
         return
-    max_bytes = arguments.storage_max_bytes
-    if max_bytes is None and url.startswith("file:"):
-        max_bytes = _MAX_BYTES
-    options = BackendOptions(max_bytes=max_bytes, namespace=namespace)
-    backend = open_backend(url, options)
-    storage = StorageWorkers(backend, max_bytes_in_flight=_MAX_BYTES_IN_FLIGHT)
-    try:
+    with closing(open_storage(url, namespace, max_bytes=arguments.storage_max_bytes)) as storage:
         yield storage
-    finally:
-        storage.close()

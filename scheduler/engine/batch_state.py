@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntFlag
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,36 @@ from ..step_plan import StepPlan
 _NUM_SCALARS = 6
 _KEPT_TOKEN = -1
 """The last token was sampled by a step in flight: only the device has it."""
+
+
+class Needs(IntFlag):
+    """What a request needs beside the most likely token. The empty set takes no other program."""
+
+    DRAWS = 1
+    ADJUSTS = 2
+    COUNTS = 4
+    LOGPROBS = 8
+    PROMPT_LOGPROBS = 16
+    GUIDE = 32
+
+
+def needs_of(request: Request) -> int:
+    """Return the `Needs` of a request."""
+    sampling = request.sampling
+    needs = Needs.DRAWS if sampling.temperature > 0 else Needs(0)
+    if sampling.has_penalties:
+        needs |= Needs.COUNTS | Needs.ADJUSTS
+    if (sampling.min_p > 0 and sampling.temperature > 0) or (
+        sampling.min_tokens > 0 and request.late_token_ids
+    ):
+        needs |= Needs.ADJUSTS
+    if request.guide is not None:
+        needs |= Needs.GUIDE | Needs.ADJUSTS
+    if request.logprobs is not None:
+        needs |= Needs.LOGPROBS
+    if request.prompt_logprobs is not None:
+        needs |= Needs.PROMPT_LOGPROBS
+    return needs
 
 
 class BatchState(NamedTuple):
@@ -64,6 +95,7 @@ class DeviceBatch:
     Attributes:
         state: the arrays; a step replaces them.
         num_slots, width: most requests of a step, and most blocks of a request.
+        to_count: slots of requests with penalties whose tokens the device has not counted.
     """
 
     def __init__(self, num_slots: int, width: int) -> None:
@@ -71,7 +103,8 @@ class DeviceBatch:
         # An empty request in slot 0 compiles the program.
         empty = np.zeros(width + _NUM_SCALARS, np.int32)
         self.state = _set_slot(BatchState.zeros(num_slots, width), empty)
-        self._has_draws = np.zeros(num_slots, np.bool_)
+        self._needs = np.zeros(num_slots, np.uint8)
+        self.to_count: list[tuple[int, Request]] = []
         self._forget(BlockTables())
 
     def _forget(self, tables: BlockTables) -> None:
@@ -103,15 +136,17 @@ class DeviceBatch:
                 self._take_slot(row, rows)
             self._sent[row] = tables.versions[row]
             slot = self._slots.item(row)
-            self._has_draws[slot] = request.sampling.temperature > 0
+            self._needs[slot] = needs = needs_of(request)
+            if needs & Needs.COUNTS and is_read:
+                self.to_count.append((slot, request))
             last_token = request.tokens[-1] if is_read else _KEPT_TOKEN
             packed = _pack_request(request, last_token, slot, self.width)
             self.state = _set_slot(self.state, packed)
         return self._slots[rows]
 
-    def has_draws(self, slots: Int32Array) -> bool:
-        """Tell whether any request in these slots has a temperature above 0."""
-        return bool(self._has_draws[slots].any())
+    def needs(self, slots: Int32Array) -> int:
+        """Return the `Needs` of the requests in these slots together, or 0."""
+        return int(np.bitwise_or.reduce(self._needs[slots]))
 
     def _take_slot(self, row: int, in_step: Int32Array) -> None:
         """Give a row of the tables a slot that is free, or that the step does not use."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
-from ...kvcache import CacheManager, HostConfig
-from ...kvcache.storage import Storage, StorageNamespace
+from ...kvcache import CacheManager, EventBatch, HostConfig
+from ...kvcache.storage import Storage, StorageNamespace, StorageWorkers, open_storage
 from ...kvcache.tokens import check_namespaces
 from ..batching.preemption import PreemptMode
 from ..mixed import MixedScheduler
@@ -27,6 +27,8 @@ class Engine:
     Attributes:
         manager: holds the block tables.
         scheduler: plans the steps.
+        advanced: requests to which the last call of `step` may have given tokens, or a
+            `reset_cache` before it; those that ended are among them.
     """
 
     def __init__(
@@ -44,8 +46,11 @@ class Engine:
         preempt: PreemptMode = "recompute",
         depth: int = 2,
         host: HostConfig | None = None,
-        storage: Storage | None = None,
+        storage: Storage | str | None = None,
         storage_namespace: StorageNamespace | None = None,
+        storage_max_bytes: int | None = None,
+        warm_up_sampling: bool = False,
+        on_events: Callable[[EventBatch], object] | None = None,
     ) -> None:
         """Allocate the arrays and compile every program.
 
@@ -61,15 +66,31 @@ class Engine:
                 while the device computes the one before; with 1 they take turns. The tokens are
                 the same.
             host: configuration of the host tier.
-            storage: storage tier below the host. The caller closes it, but only the engine polls.
+            storage: storage tier below the host: a URL, see `open_storage`, or a storage that the
+                caller closes and only the engine polls.
             storage_namespace: identity of the stored blocks; see `make_storage_namespace`.
+            storage_max_bytes: size limit of a ``file:`` URL; default: 16 GiB.
+            warm_up_sampling: whether to compile the programs that only some requests need, for
+                min_p, penalties, masks and logprobs, now. Otherwise each is compiled when a
+                request first needs it, and that step waits for it. Those for prompt_logprobs always
+                are.
+            on_events: takes the KV events of each step, on the thread of the engine, which waits
+                for it; None records none. See `CacheManager.take_events`.
 
         Raises:
             ConfigError, CountError, StorageConfigError: for options that cannot work, before
                 anything is allocated.
+            StorageError: if the storage of a URL cannot be opened.
         """
         self.max_model_len = max_model_len
-        self.manager = CacheManager(num_blocks, block_size, host=host, storage=storage_namespace)
+        self.manager = CacheManager(
+            num_blocks,
+            block_size,
+            host=host,
+            storage=storage_namespace,
+            record_events=on_events is not None,
+        )
+        self._on_events = on_events
         self.scheduler = MixedScheduler(
             self.manager,
             token_budget=token_budget,
@@ -82,14 +103,27 @@ class Engine:
         )
         self._in_flight: deque[StepPlan] = deque()
         self._finished: list[Request] = []  # before `step` could return them
-        self._runner = ModelRunner(
-            model,
-            self.manager,
-            token_budget=token_budget,
-            max_running=max_running,
-            max_model_len=max_model_len,
-            storage=storage,
-        )
+        self.advanced: list[Request] = []
+        self._advanced: list[Request] = []  # since then
+        self._opened: StorageWorkers | None = None
+        if isinstance(storage, str):
+            storage = self._opened = open_storage(
+                storage, storage_namespace, max_bytes=storage_max_bytes
+            )
+        try:
+            self._runner = ModelRunner(
+                model,
+                self.manager,
+                token_budget=token_budget,
+                max_running=max_running,
+                max_model_len=max_model_len,
+                storage=storage,
+                warm_up_sampling=warm_up_sampling,
+                samples=prefix_cache,
+            )
+        except BaseException:
+            self._close_opened()
+            raise
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -126,10 +160,11 @@ class Engine:
         self._runner.collect()
         if not self.scheduler.has_work:
             self._runner.dispatch()
-            finished, self._finished = self._finished, []
-            return finished
+            return self._end_step()
         plan = self.scheduler.schedule()
         self._runner.start(plan)
+        while not self._runner.sample():
+            self._read()
         if plan.num_chunks:
             self._in_flight.append(plan)
         if self._in_flight and (
@@ -138,13 +173,26 @@ class Engine:
             self._read()
         elif not plan.num_chunks:
             self._runner.wait()
+        return self._end_step()
+
+    def _end_step(self) -> list[Request]:
+        if self._on_events is not None:
+            self._report_events(self._on_events)
+        self.advanced, self._advanced = self._advanced, []
         finished, self._finished = self._finished, []
         return finished
 
+    def _report_events(self, on_events: Callable[[EventBatch], object]) -> None:
+        batch = self.manager.take_events()
+        if batch is not None:
+            on_events(batch)
+
     def _read(self) -> None:
         """Wait for the first step in flight, and apply its results."""
-        next_tokens = self._runner.read()
-        self._finished += self.scheduler.update(self._in_flight.popleft(), next_tokens)
+        next_tokens, plan = self._runner.read(), self._in_flight.popleft()
+        self._finished += self.scheduler.update(plan, next_tokens)
+        self._advanced += plan.requests
+        self._runner.append_logprobs(plan)
 
     def run(self) -> list[Request]:
         """Run until every request has ended; return them in the order in which they ended."""
@@ -185,17 +233,33 @@ class Engine:
         self.scheduler.reset_cache(keep, weights_revision)
         if params is not None:
             self._runner.set_params(params)
+        if self._on_events is not None:
+            self._report_events(self._on_events)
 
     def close(self, *, timeout_s: float = 30.0) -> bool:
         """Finish the copies in flight, such as write-backs to storage, and stop the threads.
 
         An engine with a host tier accepts no requests or steps afterwards; one without can still be
-        used. Storage stays open.
+        used. A storage that the engine opened is closed; one of the caller's stays open.
 
         Returns:
             Whether the threads stopped within timeout_s; if not, call `close` again.
         """
-        return self._runner.close(timeout_s)
+        closed = self._runner.close(timeout_s)
+        if self._on_events is not None:
+            self._report_events(self._on_events)
+        return closed and self._close_opened()
+
+    def _close_opened(self) -> bool:
+        """Close the storage that the engine opened; return whether its threads have stopped."""
+        return self._opened is None or self._opened.close()
+
+    def __repr__(self) -> str:
+        queues = self.scheduler
+        return (
+            f"Engine({len(queues.running):,} running, {len(queues.waiting):,} waiting, "
+            f"{len(self._in_flight)} steps in flight; {self.manager!r})"
+        )
 
     def stats(self) -> EngineStats:
         """Return the counts so far."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import numpy as np
@@ -16,26 +16,42 @@ from jaxtyping import Array, Int32
 from ...kernels import AttentionBackend, attention_backend
 from ...kernels.backends import target_device
 from ...kvcache import BlockArrays, CacheManager
+from ...kvcache.copies.block_copies import BlockCopies
 from ...kvcache.storage import Storage
 from ...kvcache.tokens import as_count
 from ..errors import ConfigError, RequestError
 from ..models import Model, Params
 from ..request import Request
-from ..step_plan import SchedulerStats, StepPlan
-from .batch_state import DeviceBatch
+from ..step_plan import BlockCopy, SchedulerStats, StepPlan
+from .adjustments import Adjustments
+from .batch_state import DeviceBatch, Needs
 from .compilations import compilation_counter
-from .programs import Programs
+from .logprobs import Logprobs, StepLogprobs
+from .programs import Programs, Rows, empty_rows
 from .stats import EngineStats
 from .step_arrays import Shapes, pack
 from .storage_namespace import check_namespace
 from .tier_copies import TierCopies
 
+_BLOCKS_PER_COPY: Final = 8
+"""Blocks that one program copies for new samples; fewer are padded."""
+
 
 class _Results(NamedTuple):
-    """Tokens of a step in flight, and how many of them are not padding."""
+    """Tokens of a step in flight, how many of them are not padding, and log probabilities."""
 
     tokens: Int32[Array, " rows"]
     num_chunks: int
+    logprobs: StepLogprobs | None
+
+
+class _Pending(NamedTuple):
+    """A step whose tokens have yet to be chosen."""
+
+    plan: StepPlan
+    rows: Rows
+    tokens: Int32[Array, " rows"]
+    needs: int
 
 
 class ModelRunner:
@@ -60,6 +76,8 @@ class ModelRunner:
         max_model_len: int,
         storage: Storage | None = None,
         decode: bool = True,
+        warm_up_sampling: bool = False,
+        samples: bool = False,
     ) -> None:
         """Allocate the arrays for all blocks of a manager, and compile every program.
 
@@ -70,6 +88,8 @@ class ModelRunner:
             max_model_len: limit of prompt and output together, in tokens.
             storage: storage tier below the manager's host tier.
             decode: whether to compile the decode programs.
+            warm_up_sampling: see `Engine`.
+            samples: whether to compile the copy of blocks from one sample to another.
 
         Raises:
             ConfigError, CountError: for options that cannot work, before anything is allocated.
@@ -101,6 +121,8 @@ class ModelRunner:
         )
         self._attention = _choose_attention(model, self.arrays, token_budget, max_running)
         self._results: deque[_Results] = deque()
+        self._read_logprobs: StepLogprobs | None = None
+        self._pending: _Pending | None = None
         self._steps = self._padding_tokens = self._late_compilations = 0
         self._warm_up_compilations = 0
         self._counter = compilation_counter()
@@ -110,8 +132,20 @@ class ModelRunner:
             self._programs = Programs(
                 model, self.arrays, self._batch.state, shapes, manager.block_size
             )
+            self._adjustments = Adjustments(
+                max_running, max_running, max_model_len, config.vocab_size
+            )
+            self._logprobs = Logprobs()
+            if warm_up_sampling:
+                self._logprobs.warm_up(self._programs.logits)
+                rows, last_tokens = empty_rows(max_running), self._batch.state.last_tokens
+                self._adjustments.warm_up(self._programs.logits, rows, last_tokens)
             tiers = manager.tiers
             self._tiers = None if tiers is None else TierCopies(tiers, self.arrays, storage)
+            self._copies: BlockCopies | None = None
+            if samples:
+                size = min(_BLOCKS_PER_COPY, max_running)
+                self._copies = BlockCopies(self.arrays, size, ["copy"], min_blocks=size)
 
     def check_request(self, request: Request) -> None:
         """Check that the model can take a request.
@@ -137,7 +171,8 @@ class ModelRunner:
                 f"{self._max_model_len}"
             )
 
-    # A step: `collect`, then the scheduler plans, then `step` or `dispatch`
+    # A step: `collect`, then the scheduler plans, then `step` or `dispatch`; with guided requests
+    # `start`, and `read` until `sample`
 
     def collect(self) -> None:
         """Report completed copies between the tiers to the manager.
@@ -163,14 +198,55 @@ class ModelRunner:
         """Dispatch copies and a plan, without waiting for its results; see `read`."""
         with self.counting_compilations():
             self.dispatch()
+            if plan.copies:
+                self._copy(plan.copies)
             if plan.num_chunks:
-                self._results.append(self._run(plan))
+                self._compute(plan)
+                if not self._awaits_tokens(plan):
+                    self._finish()
+
+    def sample(self) -> bool:
+        """Dispatch the choice of the tokens of the last step, if `start` has not.
+
+        A guided request needs the mask of its next token, which the host computes from the token
+        before. The device computes the step meanwhile, up to its logits.
+
+        Returns:
+            False if a step in flight has that token: `read` and `update` it, and call this again.
+        """
+        if self._pending is not None:
+            if self._awaits_tokens(self._pending.plan):
+                return False
+            with self.counting_compilations():
+                self._finish()
+        return True
+
+    def _awaits_tokens(self, plan: StepPlan) -> bool:
+        """Tell whether a guided request of the last step has tokens that were not read."""
+        pending = self._pending
+        return (
+            pending is not None
+            and bool(pending.needs & Needs.GUIDE)
+            and any(
+                request.guide is not None
+                and request.finish_reason is None
+                and start + length > request.num_tokens
+                for request, start, length in plan.chunks
+            )
+        )
 
     def read(self) -> list[int]:
         """Wait for the first step in flight; return the token sampled after each chunk."""
         results = self._results.popleft()
         tokens: list[int] = np.asarray(results.tokens).tolist()
+        self._read_logprobs = results.logprobs
         return tokens[: results.num_chunks]
+
+    def append_logprobs(self, plan: StepPlan) -> None:
+        """Give requests the log probabilities of the step that was read, after its `update`."""
+        if self._read_logprobs is not None:
+            self._read_logprobs.append(plan)
+            self._read_logprobs = None
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -191,23 +267,74 @@ class ModelRunner:
         if self._tiers is not None:
             self._tiers.wait()
 
-    def _run(self, plan: StepPlan) -> _Results:
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Dispatch the copies of a plan."""
+        assert self._copies is not None, "copies are planned, and not compiled"
+        sources = np.array([copy.source for copy in copies], np.int32)
+        destinations = np.array([copy.destination for copy in copies], np.int32)
+        for piece, size in self._copies.pieces(len(copies)):
+            self._copies.copy(self.arrays, sources[piece], destinations[piece], size)
+
+    def _compute(self, plan: StepPlan) -> None:
+        """Dispatch a step, up to its most likely tokens."""
         tables = self.manager.tables
         slots = self._batch.send(plan, tables)
         shape = self._shapes.fit(plan.num_tokens, plan.num_chunks)
         packed = pack(plan, slots, shape, tables, self.manager.block_size)
-        next_tokens, self._batch.state = self._programs.run(
+        needs = self._batch.needs(slots)
+        next_tokens, rows, self._batch.state = self._programs.run(
             shape,
             self.model.params,
             packed,
             self._batch.state,
             self.arrays,
-            draws=self._batch.has_draws(slots),
+            keep_hidden=bool(needs & Needs.PROMPT_LOGPROBS),
         )
         self._steps += 1
         self._padding_tokens += shape.num_tokens - plan.num_tokens
+        self._pending = _Pending(plan, rows, next_tokens, needs)
+
+    def _finish(self) -> None:
+        """Dispatch what follows the logits of a step, and let its tokens be read."""
+        assert self._pending is not None, "no step was computed"
+        plan, rows, next_tokens, needs = self._pending
+        self._pending = logprobs = None
+        if needs:
+            next_tokens = self._sample(plan, rows, next_tokens, needs)
+            if needs & (Needs.LOGPROBS | Needs.PROMPT_LOGPROBS):
+                logprobs = self._compute_logprobs(plan, next_tokens, needs)
         next_tokens.copy_to_host_async()
-        return _Results(next_tokens, plan.num_chunks)
+        self._results.append(_Results(next_tokens, plan.num_chunks, logprobs))
+
+    def _compute_logprobs(self, plan: StepPlan, tokens: Array, needs: int) -> StepLogprobs:
+        """Dispatch what the requests of a step want to know of their tokens."""
+        output = prompt = None
+        if needs & Needs.LOGPROBS:
+            output = self._logprobs.of_output(self._programs.logits, tokens)
+        if self._programs.hidden is not None:
+            prompt = self._logprobs.of_prompt(plan, self.model, *self._programs.hidden)
+            self._programs.hidden = None
+        logprobs = StepLogprobs(output, prompt)
+        logprobs.copy_to_host_async()
+        return logprobs
+
+    def _sample(self, plan: StepPlan, rows: Rows, tokens: Array, needs: int) -> Array:
+        """Choose the tokens of a step that are not just the most likely ones."""
+        programs, batch, adjustments = self._programs, self._batch, self._adjustments
+        logits, state = programs.logits, batch.state
+        adjustments.count_prompts(batch.to_count)
+        batch.to_count.clear()
+        if needs & Needs.ADJUSTS:
+            adjusted = adjustments.adjust(plan, logits, rows, state.last_tokens)
+            if adjusted is not None:
+                logits, tokens, last_tokens = adjusted
+                state = state._replace(last_tokens=last_tokens)
+        if needs & Needs.DRAWS:
+            tokens, state = programs.draw(logits, rows, tokens, state)
+        if needs & Needs.COUNTS:
+            adjustments.count(plan, rows, tokens)
+        batch.state = state
+        return tokens
 
     def check_params(self, params: Params, weights_revision: str) -> None:
         """Check new weights before `set_params`.

@@ -58,7 +58,12 @@ class Rows(NamedTuple):
 
 
 class Programs:
-    """The programs of an engine. It owns the logits, so use it from one thread only."""
+    """The programs of an engine. It owns the logits, so use it from one thread only.
+
+    Attributes:
+        logits: those of the last step, as the model computed them; the next step replaces them.
+        hidden: batch and residual stream after the last layer, of a last step that kept them.
+    """
 
     def __init__(
         self,
@@ -79,17 +84,19 @@ class Programs:
             shapes: shapes to compile.
             block_size: tokens per block.
         """
+        self.hidden: tuple[Batch, Array] | None = None
+        self._config, self._block_size = model.config, block_size
         num_rows = max(shape.num_rows for shape in shapes)
-        self._logits = jax.device_put(np.zeros((num_rows, model.config.vocab_size), np.float32))
+        self.logits = jax.device_put(np.zeros((num_rows, model.config.vocab_size), np.float32))
         is_cpu = target_device().platform == "cpu"
         self._by_layer = is_cpu and model.config.num_layers > _MOST_UNROLLED_LAYERS
         lower = _lower_layers if self._by_layer else _lower_step
         lowerings: dict[Any, Callable[[], Lowered]] = {}
         for shape in sorted(shapes, key=lambda shape: -shape.num_tokens):
-            lowerings.update(lower(model, arrays, state, shape, block_size, self._logits))
-        rows = _empty_rows(num_rows)
+            lowerings.update(lower(model, arrays, state, shape, block_size, self.logits))
+        rows = empty_rows(num_rows)
         tokens = np.zeros(num_rows, np.int32)
-        lowerings["draw"] = partial(_draw.lower, self._logits, rows, tokens, state.last_tokens)
+        lowerings["draw"] = partial(_draw.lower, self.logits, rows, tokens, state.last_tokens)
         self._programs = _compile(lowerings)
 
     def run(
@@ -100,9 +107,9 @@ class Programs:
         state: BatchState,
         arrays: BlockArrays,
         *,
-        draws: bool,
-    ) -> tuple[Int32[Array, " all_rows"], BatchState]:
-        """Dispatch a step, which replaces the pools.
+        keep_hidden: bool = False,
+    ) -> tuple[Int32[Array, " all_rows"], Rows, BatchState]:
+        """Dispatch a step, which replaces the pools and the logits.
 
         Args:
             shape: shape of the step.
@@ -110,12 +117,16 @@ class Programs:
             packed: the arrays of the step, see `pack`.
             state: batch on the device; donated.
             arrays: pools.
-            draws: whether any row has a temperature above 0.
+            keep_hidden: whether to set `hidden`, which needs the programs for single layers.
 
         Returns:
-            The next token of each row and of padding, and the new batch.
+            The most likely token of each row and of padding, the rows, and the new batch.
         """
-        if self._by_layer:
+        if self._by_layer or keep_hidden:
+            if ("embed", shape) not in self._programs:
+                model = Model(self._config, params)
+                given = model, arrays, state, shape, self._block_size, self.logits
+                self._programs.update(_compile(dict(_lower_layers(*given))))
             results = self._programs["embed", shape](params.embedding, packed, state)
             batch, rows, state, x, rope = results
             compute = self._programs["layer", shape]
@@ -125,20 +136,28 @@ class Programs:
                     layer, batch, x, rope, keys[index], values[index]
                 )
             arrays.keys, arrays.values = tuple(keys), tuple(values)
-            tokens, last_tokens, self._logits = self._programs["head", shape](
-                params.norm, params.lm_head, batch, x, rows.slots, state.last_tokens, self._logits
+            self.hidden = (batch, x) if keep_hidden else None
+            tokens, last_tokens, self.logits = self._programs["head", shape](
+                params.norm, params.lm_head, batch, x, rows.slots, state.last_tokens, self.logits
             )
             state = state._replace(last_tokens=last_tokens)
         else:
             results = self._programs[shape](
-                params, packed, state, self._logits, arrays.keys, arrays.values
+                params, packed, state, self.logits, arrays.keys, arrays.values
             )
-            tokens, rows, state, self._logits, arrays.keys, arrays.values = results
-        if draws:
-            compute = self._programs["draw"]
-            tokens, last_tokens = compute(self._logits, rows, tokens, state.last_tokens)
-            state = state._replace(last_tokens=last_tokens)
-        return tokens, state
+            tokens, rows, state, self.logits, arrays.keys, arrays.values = results
+        return tokens, rows, state
+
+    def draw(
+        self,
+        logits: Float[Array, "all_rows vocab"],
+        rows: Rows,
+        tokens: Int32[Array, " all_rows"],
+        state: BatchState,
+    ) -> tuple[Int32[Array, " all_rows"], BatchState]:
+        """Replace the tokens of rows with a temperature above 0 by drawn ones."""
+        tokens, last_tokens = self._programs["draw"](logits, rows, tokens, state.last_tokens)
+        return tokens, state._replace(last_tokens=last_tokens)
 
 
 def _compile(lowerings: Mapping[Any, Callable[[], Lowered]]) -> dict[Any, Compiled]:
@@ -146,7 +165,7 @@ def _compile(lowerings: Mapping[Any, Callable[[], Lowered]]) -> dict[Any, Compil
     programs, total, options = {}, len(lowerings), compiler_options()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         try:
-            _log.info("compiling 1 of %d programs", total)
+            _log.info("compiling %d of %d programs", 1, total)
             futures = {
                 pool.submit(lower().compile, options): key for key, lower in lowerings.items()
             }
@@ -199,7 +218,8 @@ def _empty(shape: Shape) -> Int32Array:
     return np.zeros(shape.packed_size, np.int32)
 
 
-def _empty_rows(num_rows: int) -> Any:
+def empty_rows(num_rows: int) -> Any:
+    """Return rows that are all padding, to compile with."""
     floats, integers = np.zeros(num_rows, np.float32), np.zeros(num_rows, np.int32)
     sampling: Any = floats, integers, floats, integers.astype(np.uint32), integers
     return Rows(SamplingBatch(*sampling), sampling[1])

@@ -11,8 +11,10 @@ import numpy as np
 from ... import kvcache as own_kvcache
 from ...spec.adapters.cache import Events, Factory, Promises, Snapshot
 from ...spec.adapters.references import count_references
+from ...spec.model.events import Batch
 from ...spec.rules.cache import C3
 from ...spec.rules.rule import require
+from .kv_events import KEPT_BATCHES, as_event
 from .lent_tokens import Lent, lend, listed, take_back
 from .misuse import misuse
 
@@ -53,7 +55,11 @@ class CacheAdapter:
     def __init__(self, kvcache: ModuleType, num_blocks: int, block_size: int) -> None:
         self.kvcache = kvcache
         _set_sizes(kvcache, num_blocks)
-        self.manager = kvcache.CacheManager(num_blocks, block_size)
+        # In half of the worlds; odd numbers are those of other thresholds.
+        self.records_events = num_blocks % 4 in (1, 2)
+        self.manager = self._make_manager(num_blocks, block_size)
+        self._batches: list[Batch] = []
+        self._kept = kvcache.ReplayBuffer(KEPT_BATCHES)
         self.leases: dict[str, Any] = {}
         self.ended: list[Any] = []  # last leases that were released, or ended by a reset
         self.matches: dict[str, tuple[Any, Lent]] = {}
@@ -64,6 +70,9 @@ class CacheAdapter:
         self._events: Events | None = None
         self.publisher = ""
         self._tokens: dict[str, list[int]] = {}  # of requests without append_batch
+
+    def _make_manager(self, num_blocks: int, block_size: int) -> Any:
+        return self.kvcache.CacheManager(num_blocks, block_size, record_events=self.records_events)
 
     # Depth api
 
@@ -199,8 +208,38 @@ class CacheAdapter:
         self.manager.check()
 
     def size(self) -> int:
-        """Return the number of references that the manager holds."""
+        """Return the number of references that the manager holds, besides events to be taken."""
+        self._take_events()
         return count_references(self.manager, self.manager.tables._free_rows)
+
+    # KV events
+
+    def _take_events(self) -> None:
+        batch = self.manager.take_events()
+        if batch is not None:
+            taken = Batch(batch.seq, [as_event(each) for each in batch.events])
+            self._batches.append(taken)
+            self._kept.add(taken.seq, taken)
+
+    def _kv_events(self) -> list[Batch]:
+        """Return the batches since the last call."""
+        self._take_events()
+        batches, self._batches = self._batches, []
+        return batches
+
+    def _replay(self, seq: int) -> list[Batch]:
+        """Return the batches from number seq on again."""
+        return [batch for _, batch in self._kept.since(seq)]
+
+    @property
+    def kv_events(self) -> Callable[[], list[Batch]] | None:
+        """Take the KV events, if this world has them."""
+        return self._kv_events if self.records_events else None
+
+    @property
+    def replay(self) -> Callable[[int], list[Batch]] | None:
+        """Replay KV events, if this world has them."""
+        return self._replay if self.records_events else None
 
     # Depth events
 

@@ -33,8 +33,6 @@ DEFAULT_TARGETS: Final[dict[What, str]] = {what: f"{__package__}.targets:{what}"
 STEPS_PER_RUN: Final = {"random": 1_000, "hypothesis": 5_000}
 """Steps per run: few, to check the time often, but enough for Hypothesis to vary its choices."""
 
-STEPS_PER_CASE: Final = {"random": 100, "hypothesis": 100}
-
 
 @dataclass(frozen=True)
 class CampaignConfig:
@@ -77,10 +75,10 @@ class CampaignResult:
     situations: Counter[str] = field(default_factory=Counter)
     interrupted: bool = False
 
-    def add(self, run: Run, steps_per_case: int) -> None:
+    def add(self, run: Run) -> None:
         """Add the counts of a run, and its finding if it is the first."""
         self.num_steps += run.num_steps
-        self.num_cases += -(-run.num_steps // (steps_per_case + 1))
+        self.num_cases += run.num_cases
         self.situations.update(run.situations)
         self.finding = self.finding or run.finding
 
@@ -99,14 +97,14 @@ def load_subject(what: What, target: str, depth: Depth, options: SubjectOptions)
 
 def run_part(config: CampaignConfig, number: int, num_steps: int) -> Run:
     """Perform one run of a campaign."""
-    run: Callable[[Subject, int, int, int], Run]
+    run: Callable[[Subject, int, int], Run]
     if config.engine == "random":
         from ...spec.harness.random_engine import run
     else:
         from ...spec.harness.hypothesis_engine import run
     subject = load_subject(config.what, config.target, config.depth, config.options)
     seed = random.Random(f"{config.seed} {number}").getrandbits(31)
-    return run(subject, seed, num_steps, STEPS_PER_CASE[config.engine])
+    return run(subject, seed, num_steps)
 
 
 def run_campaign(
@@ -130,7 +128,7 @@ def run_campaign(
     runs = _runs_here(config, parts) if num_jobs == 1 else _runs_in_jobs(config, parts, num_jobs)
     try:
         for run in runs:
-            result.add(run, STEPS_PER_CASE[config.engine])
+            result.add(run)
             is_late = seconds is not None and time.monotonic() - begin >= seconds
             if result.finding is not None or is_late:
                 break

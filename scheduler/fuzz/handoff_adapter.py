@@ -19,12 +19,16 @@ from ..gateway.network_gateway import Connect, Disconnect, NetworkGateway, SendT
 from ..gateway.node_reporter import NodeReporter
 from ..handoff.actions import CancelPull, Finished, Offer, Post, Pull, Started, Timing, Withdraw
 from ..handoff.gateway_messages import (
+    CacheAsk,
+    CacheUpdate,
     CancelAttempt,
     DecodeFailed,
     DeliveryAck,
+    FollowAttempt,
     GatewayMessage,
     NodeStatus,
     PrefillFailed,
+    Progress,
     RunPrefill,
 )
 from ..handoff.gateway_messages import Finished as FinishedReport
@@ -68,19 +72,27 @@ def message_of(body: Message | GatewayMessage) -> spec.Message:
     """Return a message with what the rules need of it."""
     kind = type(body).__name__
     match body:
-        case NodeStatus():
+        case NodeStatus() | CacheUpdate() | CacheAsk():
             return spec.Message(kind, "", body)
         case DeliveryAck(key, of):
             return spec.Message(kind, attempt_name(key), body, of=of)
         case CancelAttempt(key):
             return spec.Message(kind, attempt_name(key), body)
+        case FollowAttempt(key):
+            return spec.Message(kind, attempt_name(key), body, follows=True)
+        case Progress(attempts):
+            names = tuple(attempt_name(each.key) for each in attempts)
+            return spec.Message(kind, names[0], body, reports=names)
         case PrefillFailed(key):
             return spec.Message(
                 kind, attempt_name(key), body, is_repeated=True, is_final=body.is_final,
-                has_no_room=body.is_busy,
+                has_no_room=body.is_busy, is_failure=not (body.is_busy or body.is_lost),
             )  # fmt: skip
         case RunPrefill() | StartedReport() | FinishedReport() | DecodeFailed():
-            return spec.Message(kind, attempt_name(body.key), body, is_repeated=True)
+            is_failure = isinstance(body, DecodeFailed)
+            return spec.Message(
+                kind, attempt_name(body.key), body, is_repeated=True, is_failure=is_failure
+            )
     attempt, grant = attempt_name(body.header.key), body.header.grant
     match body:
         case Commit():
@@ -103,7 +115,7 @@ class _Node(ABC):
     def __init__(self, config: Config, role: spec.Role, num_blocks: int, epoch: int) -> None:
         host = HostConfig(config["host_blocks"]) if config["host_blocks"] else None
         self.manager = CacheManager(num_blocks, config["block_size"], host=host)
-        self.reporter = NodeReporter(epoch, TIMING)
+        self.reporter = NodeReporter(epoch, TIMING, progress_s=0)
         self.now = 0
         self.plans: deque[StepPlan] = deque()
         self._status = message_of(
@@ -121,6 +133,8 @@ class _Node(ABC):
         match message.body:
             case DeliveryAck() as ack:
                 self.reporter.acknowledge(source, ack)
+            case FollowAttempt() as follow:
+                self.reporter.follow(follow)
             case CancelAttempt(key, reason):
                 self.scheduler.give_up(key, reason)
             case Message() as body:
@@ -139,6 +153,7 @@ class _Node(ABC):
             for action in self.scheduler.take_actions()
             if (converted := self._convert(action)) is not None
         ]
+        self.reporter.report_progress(self.now)
         messages = self.reporter.take_messages()
         return [*actions, *(spec.Send(spec.GATEWAY, message_of(each)) for each in messages)]
 
@@ -412,7 +427,9 @@ class GatewayAdapter:
             max_attempts=config["max_attempts"],
             backoff_s=spec.BACKOFF,
             request_s=config["request_s"],
+            lost_s=config["request_s"],
             epoch=epoch,
+            stream=config.get("stream", False),
         )
         self._connected: set[str] = set()
         self.tick(now)  # also sets `_now`
@@ -464,6 +481,11 @@ class GatewayAdapter:
                 case Disconnect(peer):
                     self._connected.remove(peer)
         return messages
+
+    def take_told(self) -> list[spec.Told]:
+        """Return the requests with new tokens."""
+        advanced = self.gateway.take_advanced()
+        return [spec.Told(each.request_id, tuple(each.output_tokens)) for each in advanced]
 
     def take_answers(self) -> list[spec.Answer]:
         """Return the requests that have ended."""

@@ -69,6 +69,7 @@ class MixedAdapter:
         self.requests: dict[str, Any] = {}
         self.plans: deque[Any] = deque()
         self.last_plan: Any = None
+        self._copies: list[tuple[str, str, int, int]] = []
 
     def _make_manager(self, config: Config) -> CacheManager:
         kind = SinglesManager if config.get("growth") == "singles" else CacheManager
@@ -112,6 +113,7 @@ class MixedAdapter:
             priority=request.priority,
             stop_token_ids=stop,
             namespace=request.namespace,
+            sample_of=self.requests.get(request.sample_of),
         )
         take_back(lent, prompt)
         found, given = (prompt, stop), (list(request.prompt), list(request.stop))
@@ -123,7 +125,18 @@ class MixedAdapter:
         plan = self.scheduler.schedule()
         if plan.chunks:
             self.plans.append(plan)
+        self._copies = [self._name_copy(plan, copy) for copy in plan.copies]
         return [(chunk.request.request_id, chunk.start, chunk.length) for chunk in plan.chunks]
+
+    def _name_copy(self, plan: Any, copy: Any) -> tuple[str, str, int, int]:
+        """Find out for which admitted request a block is copied."""
+        tables = {each.request_id: self.block_table(each.request_id) for each in plan.admitted}
+        name = next((name for name, table in tables.items() if copy.destination in table), "")
+        return name, copy.owner.request_id, copy.source, copy.destination
+
+    def copies(self) -> list[tuple[str, str, int, int]]:
+        """Return the copies of the last plan."""
+        return self._copies
 
     def update(self, tokens: list[int]) -> list[str]:
         """Report the token after each chunk; return the ids of the requests that ended."""

@@ -56,16 +56,12 @@ class TierAdapter(CacheAdapter):
     """A `CacheManager` with tiers, whose leases, parked requests and prefetches have names."""
 
     def __init__(self, kvcache: ModuleType, config: Config) -> None:
-        super().__init__(kvcache, config["num_blocks"], config["block_size"])
         size = config["block_size"]
-        keys = storage_of(size)
-        host = kvcache.HostConfig(config["host_blocks"], config["write"], config["hits"])
-        self.manager = kvcache.CacheManager(
-            config["num_blocks"], size, host=host, storage=keys if config["storage"] else None
-        )
+        self._keys = storage_of(size)
+        self._config = config
+        super().__init__(kvcache, config["num_blocks"], size)
         self.tiers = self.manager.tiers
         kvcache.tiers.storage_recency.REPORT_INTERVAL = window_of(config)
-        self._keys = keys
         self.parked_requests: dict[str, Any] = {}
         self.parking: dict[str, Any] = {}  # leases of parked requests that have not ended
         self._given_up: dict[str, Any] = {}
@@ -73,6 +69,16 @@ class TierAdapter(CacheAdapter):
         self._loading: dict[int, str] = {}
         self.is_releasing = False
         self._forks: dict[str, str] = {}
+
+    def _make_manager(self, num_blocks: int, block_size: int) -> Any:
+        config = self._config
+        return self.kvcache.CacheManager(
+            num_blocks,
+            block_size,
+            host=self.kvcache.HostConfig(config["host_blocks"], config["write"], config["hits"]),
+            storage=self._keys if config["storage"] else None,
+            record_events=self.records_events,
+        )
 
     # Requests
 

@@ -9,6 +9,7 @@ from math import inf
 
 from ...kvcache import RequestTooLargeError
 from ..errors import RequestError, RoutingError
+from ..handoff.gateway_messages import CacheUpdate
 from ..handoff.messages import AttemptKey, Hits, NodeId
 from ..request import Request, RequestStatus
 from .retries import Answer, Begin, Cancel, RequestRetrier
@@ -46,19 +47,21 @@ class Gateway:
         max_attempts: int = 3,
         backoff_s: float = 0.05,
         request_s: float = inf,
+        lost_s: float = 600.0,
         epoch: int = 0,
     ) -> None:
         """Create a gateway without nodes.
 
         Args:
             block_size: tokens per block, of all nodes.
-            max_attempts, backoff_s, request_s: see `RequestRetrier`; no time limit by default.
+            max_attempts, backoff_s, request_s, lost_s: see `RequestRetrier`; no time limit of
+                requests by default.
             epoch: a different number in each run of a gateway whose nodes outlive it, so that it
                 ignores reports on attempts of an earlier run.
         """
         self.failures: dict[str, str] = {}
         self._retrier = RequestRetrier(
-            max_attempts=max_attempts, backoff_s=backoff_s, request_s=request_s
+            max_attempts=max_attempts, backoff_s=backoff_s, request_s=request_s, lost_s=lost_s
         )
         self._router = Router(block_size, prefill={}, decode={})
         self._epoch = epoch
@@ -67,6 +70,10 @@ class Gateway:
         self._names: dict[str, str] = {}  # those names, by request id
         self._routes: dict[AttemptKey, Route] = {}
         self._refused_by: dict[str, NodeId] = {}  # last decode node without room, by name
+        self._lost_on: dict[str, set[Route]] = {}  # pairs that lost an attempt, by name
+        self._unheard: dict[NodeId, frozenset[NodeId]] = {}
+        self._num_heard: dict[AttemptKey, int] = {}  # tokens of the attempts in progress
+        self._advanced: list[Request] = []
         self._actions: list[RunAttempt | Cancel] = []
         self._ended: list[Request] = []
 
@@ -92,14 +99,31 @@ class Gateway:
         ended, self._ended = self._ended, []
         return ended
 
+    def take_advanced(self) -> list[Request]:
+        """Return the requests that got tokens since the last call, before their ends."""
+        advanced, self._advanced = self._advanced, []
+        return advanced
+
+    def num_heard(self, key: AttemptKey) -> int | None:
+        """Return how many tokens of an attempt are known; None if it is not in progress."""
+        return self._num_heard.get(key)
+
     # Calls of clients
 
     def add_request(self, request: Request, now: float) -> None:
         """Add a request.
 
         Raises:
-            RequestError: if it was added before, or its id is live.
+            RequestError: if it was added before, its id is live, or it asks for log probabilities,
+                which nodes do not send, or has a guide.
         """
+        if request.guide is not None:
+            raise RequestError(f"request {request.request_id!r}: nodes do not guide outputs")
+        if (request.logprobs, request.prompt_logprobs) != (None, None):
+            raise RequestError(
+                f"request {request.request_id!r}: nodes send no log probabilities, got logprobs "
+                f"{request.logprobs} and prompt_logprobs {request.prompt_logprobs}"
+            )
         request_id = request.request_id
         if request_id in self._names:
             raise RequestError(f"request {request_id!r} is already active")
@@ -139,12 +163,28 @@ class Gateway:
             RoutingError: if there is no such node.
         """
         self._router.remove(peer)
+        self._unheard.pop(peer, None)
         for key, route in list(self._routes.items()):
             if route.prefill == peer:
                 self._retrier.prefill_lost(key)
             elif route.decode == peer:
                 self._retrier.decode_lost(key)
         self._follow()
+
+    def set_unheard(self, peer: NodeId, others: Collection[NodeId]) -> None:
+        """Note which nodes a node does not hear; until it does, they get no attempt together."""
+        if others:
+            self._unheard[peer] = frozenset(others)
+        else:
+            self._unheard.pop(peer, None)
+
+    def update_cache(self, peer: NodeId, update: CacheUpdate) -> bool:
+        """Note what a node has cached; see `Router.update_cache`."""
+        return self._router.update_cache(peer, update)
+
+    def next_update(self, peer: NodeId) -> int:
+        """Return the number of a node's next update of its cache."""
+        return self._router.next_update(peer)
 
     def forget_cached(self, keep: Collection[bytes]) -> None:
         """Note that all nodes have reset their caches, except for the namespaces in keep."""
@@ -157,11 +197,48 @@ class Gateway:
         self._router.computed(key)
         self._retrier.started(key)
 
+    def progressed(self, key: AttemptKey, tokens: Sequence[int]) -> None:
+        """Note the next tokens of an attempt in progress, after the `num_heard` ones before.
+
+        The request gets those that it does not have of an earlier attempt. If the two differ, which
+        a client was perhaps told, the request has failed.
+        """
+        request, start = self._requests[key.request_id], self._num_heard[key]
+        known = request.output_tokens[start : start + len(tokens)]
+        if self._contradicts(key, known, tokens, start):
+            return
+        self._num_heard[key] = start + len(tokens)
+        for token in tokens[len(known) :]:
+            request.append(token)
+        if len(tokens) > len(known):
+            self._advanced.append(request)
+
+    def _contradicts(
+        self, key: AttemptKey, known: Sequence[int], tokens: Sequence[int], start: int = 0
+    ) -> bool:
+        """Fail a request if tokens of an attempt do not begin with those that it has."""
+        if list(tokens[: len(known)]) == list(known):
+            return False
+        differs = [a != b for a, b in zip(known, tokens, strict=False)]
+        place = differs.index(True) if True in differs else len(tokens)
+        other = tokens[place] if place < len(tokens) else "the end"
+        self._retrier.cancel(
+            key.request_id,
+            f"attempt {key.attempt} has {other} as output token {start + place}, and an earlier "
+            f"attempt, whose tokens were told, had {known[place]}",
+        )
+        self._follow()
+        return True
+
     def finished(
         self, key: AttemptKey, tokens: Sequence[int], hits: Hits, num_preemptions: int
     ) -> None:
         """Note that D has generated all tokens of an attempt; the request gets the counts."""
         request = self._requests.get(key.request_id)
+        if key in self._num_heard and self._contradicts(
+            key, self._requests[key.request_id].output_tokens, tokens
+        ):
+            return
         if request is not None:
             request.num_hit_tokens = hits.device
             request.num_host_hit_tokens = hits.host
@@ -170,14 +247,29 @@ class Gateway:
             written = [*request.prompt.tolist(), *tokens[:-1]]
             self._router.finished(key, written, request.namespace)
         self._retrier.finished(key, tuple(tokens))
+        self._end(key)
 
     def prefill_failed(
-        self, key: AttemptKey, reason: str, *, is_final: bool = False, is_busy: bool = False
+        self,
+        key: AttemptKey,
+        reason: str,
+        *,
+        is_final: bool = False,
+        is_busy: bool = False,
+        is_lost: bool = False,
     ) -> None:
-        """Note that P has given an attempt up; a busy decode node is avoided in the next."""
-        if is_busy and key in self._routes:
-            self._refused_by[key.request_id] = self._routes[key].decode
-        self._retrier.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
+        """Note that P has given an attempt up.
+
+        The next one avoids a decode node that is busy, and a pair that lost an attempt.
+        """
+        if key in self._routes:
+            if is_busy:
+                self._refused_by[key.request_id] = self._routes[key].decode
+            if is_lost:
+                self._add_lost(key.request_id, self._routes[key])
+        self._retrier.prefill_failed(
+            key, reason, is_final=is_final, is_busy=is_busy, is_lost=is_lost
+        )
 
     def decode_failed(self, key: AttemptKey, reason: str) -> None:
         """Note that D has stopped an attempt that it had started."""
@@ -214,24 +306,46 @@ class Gateway:
         )
         try:
             busy = [self._refused_by[key.request_id]] if key.request_id in self._refused_by else []
-            route = self._router.route(key, request.prompt, request.namespace, avoid=busy)
+            broken = self._broken_pairs(key.request_id)
+            route = self._router.route(key, request.prompt, request.namespace, busy, broken)
         except RequestTooLargeError as large:
             self._retrier.prefill_failed(key, str(large), is_final=True)
         except RoutingError as no_node:  # one may join later
             self._retrier.prefill_failed(key, str(no_node), is_busy=True)
         else:
             self._routes[key] = route
+            self._num_heard[key] = 0
             self._actions.append(RunAttempt(key, request, route))
 
+    def _add_lost(self, name: str, route: Route) -> None:
+        """Note a pair that lost an attempt; when all pairs have, begin anew with the last one.
+
+        One pair would not be enough: two that are broken would take turns, for ever.
+        """
+        lost = self._lost_on.setdefault(name, set())
+        lost.add(route)
+        if not self._router.has_pair(lost):
+            self._lost_on[name] = {route}
+
+    def _broken_pairs(self, name: str) -> set[Route]:
+        """Return the pairs that do not hear each other, or lost an attempt of a request."""
+        lost = self._lost_on.get(name, set())
+        pairs = set(lost)
+        for peer, others in self._unheard.items():
+            for other in others:
+                pairs |= {Route(peer, other), Route(other, peer)}
+        # What nodes say of each other may be old: then what the request has met counts.
+        return pairs if self._router.has_pair(pairs) else lost
+
     def _end(self, key: AttemptKey) -> None:
+        self._num_heard.pop(key, None)
         self._routes.pop(key, None)
         self._router.finished(key)
 
     def _answer(self, name: str, tokens: Sequence[int] | None, reason: str) -> None:
-        """End a request as an engine does."""
-        for key in [each for each in self._routes if each.request_id == name]:
-            self._end(key)
+        """End a request, whose last attempt has ended, as an engine does."""
         self._refused_by.pop(name, None)
+        self._lost_on.pop(name, None)
         request = self._requests.pop(name)
         del self._names[request.request_id]
         if tokens is None:
@@ -240,6 +354,9 @@ class Gateway:
             request.status, request.finish_reason = RequestStatus.ABORTED, "abort"
         else:
             request.status = RequestStatus.FINISHED
-            for token in tokens:
-                request.finish_reason = request.append(token)
+            for token in tokens[len(request.output_tokens) :]:
+                request.append(token)
+            request.finish_reason = (
+                "stop" if tokens and tokens[-1] in request.stop_token_ids else "length"
+            )
         self._ended.append(request)

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
 from ..errors import NodesMissingError
 from ..handoff.gateway_messages import (
+    IDLE,
     AttemptMessage,
+    CacheAsk,
+    CacheUpdate,
     CancelAttempt,
     DecodeFailed,
     DeliveryAck,
     Finished,
+    FollowAttempt,
     GatewayMessage,
+    NewTokens,
     NodeStatus,
     PrefillFailed,
+    Progress,
     RunPrefill,
     Started,
 )
-from ..handoff.messages import Message, NodeId
+from ..handoff.messages import AttemptKey, Message, NodeId
 from ..request import Request
 from .gateway import Gateway, RunAttempt
 from .remote_node import RemoteNode, refusal_of
@@ -27,6 +33,7 @@ from .resend import ResendQueue
 from .retries import Cancel
 
 _RETRIES_PER_SILENCE: Final = 5
+_MAX_GONE: Final = 100  # of each role
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,19 @@ class SendToNode:
     message: GatewayMessage
 
 
+@dataclass(slots=True)
+class _Followed:
+    """An attempt whose tokens the gateway has asked for.
+
+    Attributes:
+        peer: the decode node.
+        has_asked: whether none have come since it asked last.
+    """
+
+    peer: NodeId
+    has_asked: bool = True
+
+
 class NetworkGateway:
     """A ``Gateway`` that learns of its nodes from their messages, over a lossy network.
 
@@ -61,7 +81,8 @@ class NetworkGateway:
 
     Attributes:
         nodes: nodes that have joined and are not gone, by name.
-        gone: nodes that are gone and have not come back, by name.
+        gone: nodes that are gone and have not come back, by name: of each role those that were lost
+            last.
     """
 
     def __init__(
@@ -73,7 +94,9 @@ class NetworkGateway:
         max_attempts: int = 3,
         backoff_s: float = 0.05,
         request_s: float = inf,
+        lost_s: float = 600.0,
         epoch: int = 0,
+        stream: bool = False,
     ) -> None:
         """Create a gateway without nodes.
 
@@ -82,8 +105,9 @@ class NetworkGateway:
             model: name of a model configuration; None: all nodes need the first node's.
             silence_s: silence after which a node is gone. An attempt also fails if its prefill
                 node has not acknowledged it in this time; the gateway asks five times.
-            max_attempts, backoff_s, request_s: see `RequestRetrier`; no time limit by default.
+            max_attempts, backoff_s, request_s, lost_s: see ``Gateway``.
             epoch: epoch of the gateway; see ``Gateway``.
+            stream: whether decode nodes report the tokens of requests as they come.
         """
         self.nodes: dict[NodeId, RemoteNode] = {}
         self.gone: dict[NodeId, RemoteNode] = {}
@@ -96,9 +120,13 @@ class NetworkGateway:
             max_attempts=max_attempts,
             backoff_s=backoff_s,
             request_s=request_s,
+            lost_s=lost_s,
             epoch=epoch,
         )
+        self._is_streaming = stream
+        self._followed: dict[AttemptKey, _Followed] = {}
         self._now = 0.0
+        self._asked: set[NodeId] = set()  # for updates that are missing, since the last status
         self._actions: list[Connect | Disconnect | SendToNode] = []
 
     @property
@@ -155,6 +183,10 @@ class NetworkGateway:
         """Return the requests that have ended since the last call, except aborted ones."""
         return self._gateway.take_ended()
 
+    def take_advanced(self) -> list[Request]:
+        """Return the requests that got tokens since the last call, before their ends."""
+        return self._gateway.take_advanced()
+
     # Calls of clients
 
     def add_request(self, request: Request, now: float) -> None:
@@ -189,7 +221,7 @@ class NetworkGateway:
         if isinstance(message, NodeStatus):
             self._update_node(peer, epoch, message)
         elif known is not None and known.epoch == epoch:
-            self.nodes[peer] = RemoteNode(known.status, epoch, self._now, known.refusal)
+            self.nodes[peer] = replace(known, heard_at=self._now)
             if not known.refusal:
                 self._take_in(peer, message)
         self._follow()
@@ -219,7 +251,8 @@ class NetworkGateway:
         resend, expired = self._unacked.take_due(now)
         self._actions += [SendToNode(peer, message) for peer, message in resend]
         for peer, message in expired:
-            self._gateway.prefill_failed(message.key, f"{peer} does not acknowledge the request")
+            reason = f"{peer} does not acknowledge the request"
+            self._gateway.prefill_failed(message.key, reason, is_lost=True)
         self._gateway.tick(now)
         self._follow()
 
@@ -227,15 +260,59 @@ class NetworkGateway:
         match message:
             case DeliveryAck() as ack:
                 self._unacked.acknowledge(peer, ack)
+            case Progress(attempts):
+                for each in attempts:
+                    self._take_in_tokens(peer, each)
+            case CacheUpdate() as update:
+                if not self._gateway.update_cache(peer, update) and peer not in self._asked:
+                    self._ask(peer)
             case PrefillFailed() | Started() | Finished() | DecodeFailed() as report:
                 self._actions.append(SendToNode(peer, DeliveryAck.of(report)))
                 self._unacked.forget(report.key)  # P has received RunPrefill
                 self._take_in_report(report)
+                if self._is_streaming and isinstance(report, Started):
+                    self._follow_attempt(peer, report.key)
+
+    def _take_in_tokens(self, peer: NodeId, new: NewTokens) -> None:
+        """Take the tokens that are new; ask again if some before them are missing."""
+        num_heard, followed = self._gateway.num_heard(new.key), self._followed.get(new.key)
+        if num_heard is None:  # nobody wants it
+            self._actions.append(SendToNode(peer, CancelAttempt(new.key, "cancelled")))
+        elif followed is None:
+            return  # a node that was not asked
+        elif new.start <= num_heard:
+            followed.has_asked = False
+            self._gateway.progressed(new.key, new.tokens[num_heard - new.start :])
+        elif not followed.has_asked:
+            self._follow_attempt(peer, new.key)
+
+    def _follow_attempt(self, peer: NodeId, key: AttemptKey) -> None:
+        """Ask D for the tokens of an attempt in progress, after those that are known."""
+        num_heard = self._gateway.num_heard(key)
+        if num_heard is not None:
+            self._followed[key] = _Followed(peer)
+            self._actions.append(SendToNode(peer, FollowAttempt(key, num_heard)))
+
+    def _follow_again(self, peer: NodeId) -> None:
+        """Ask a node again for tokens that have not come, and forget the attempts that ended."""
+        for key, followed in list(self._followed.items()):
+            if self._gateway.num_heard(key) is None:
+                del self._followed[key]
+            elif followed.peer == peer and followed.has_asked:
+                self._follow_attempt(peer, key)
+
+    def _ask(self, peer: NodeId) -> None:
+        """Ask for the updates that are missing: at once, and again at each status."""
+        self._asked.add(peer)
+        ask = CacheAsk(self._gateway.next_update(peer))
+        self._actions.append(SendToNode(peer, ask))
 
     def _take_in_report(self, report: AttemptMessage) -> None:
         match report:
-            case PrefillFailed(key, reason, is_final, is_busy):
-                self._gateway.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
+            case PrefillFailed(key, reason, is_final, is_busy, is_lost):
+                self._gateway.prefill_failed(
+                    key, reason, is_final=is_final, is_busy=is_busy, is_lost=is_lost
+                )
             case Started(key):
                 self._gateway.started(key)
             case Finished(key, tokens, hits, num_preemptions):
@@ -244,17 +321,24 @@ class NetworkGateway:
                 self._gateway.decode_failed(key, reason)
 
     def _update_node(self, peer: NodeId, epoch: int, status: NodeStatus) -> None:
-        known = self.nodes.get(peer)
+        known, unheard, num_updates = self.nodes.get(peer), status.unheard, status.num_updates
+        load = status.load
+        status = replace(status, unheard=(), num_updates=0, load=IDLE)
         if known is not None and epoch < known.epoch:
             return  # late, or the node's clock went back: it serves when its old epoch is silent
         if known is not None and (known.epoch, known.status) != (epoch, status):
             self._lose(peer)
             known = None
         if known is not None:
-            self.nodes[peer] = RemoteNode(status, known.epoch, self._now, known.refusal)
+            self.nodes[peer] = replace(known, heard_at=self._now, load=load)
+            self._gateway.set_unheard(peer, unheard)
+            self._follow_again(peer)
+            self._asked.discard(peer)
+            if not known.refusal and self._gateway.next_update(peer) < num_updates:
+                self._ask(peer)
             return
         refusal = refusal_of(status, self.nodes, self._block_size, self._model)
-        self.nodes[peer] = RemoteNode(status, epoch, self._now, refusal)
+        self.nodes[peer] = RemoteNode(status, epoch, self._now, refusal, load)
         if refusal:
             return
         self.gone.pop(peer, None)
@@ -266,8 +350,14 @@ class NetworkGateway:
 
     def _lose(self, peer: NodeId) -> None:
         node = self.nodes.pop(peer)
+        self._asked.discard(peer)
         if not node.refusal:
+            self.gone.pop(peer, None)
             self.gone[peer] = node
+            role = node.status.role
+            earlier = [each for each, other in self.gone.items() if other.status.role == role]
+            if len(earlier) > _MAX_GONE:  # names of pods are not used again
+                del self.gone[earlier[0]]
             self._actions.append(Disconnect(peer))
             self._unacked.forget_peer(peer)
             self._gateway.remove_node(peer)

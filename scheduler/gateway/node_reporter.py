@@ -12,11 +12,16 @@ from ..handoff.actions import Started as DecodeStarted
 from ..handoff.actions import Timing
 from ..handoff.gateway_messages import (
     GATEWAY,
+    MAX_PROGRESS_ATTEMPTS,
+    MAX_PROGRESS_TOKENS,
     AttemptMessage,
     DecodeFailed,
     DeliveryAck,
     Finished,
+    FollowAttempt,
+    NewTokens,
     PrefillFailed,
+    Progress,
     RunPrefill,
     Started,
 )
@@ -31,16 +36,20 @@ Report: TypeAlias = PrefillFailed | DecodeStarted | DecodeFinished | DecodeFaile
 class NodeReporter:
     """Begins each attempt once and repeats each report until acknowledged, over a lossy network.
 
+    It reports the tokens of an attempt as they come if the gateway follows it.
+
     It does no I/O: send `take_messages` to the gateway after every call.
     """
 
-    def __init__(self, epoch: int, timing: Timing) -> None:
+    def __init__(self, epoch: int, timing: Timing, *, progress_s: float = 0.005) -> None:
         """Create the reporter of a node that has just started.
 
         Args:
             epoch: epoch of the node.
             timing: unacknowledged reports are repeated every retry_s, for transfer_s. RunPrefill
                 messages are remembered for remember_s.
+            progress_s: shortest time between two messages with new tokens, which are of all
+                attempts that the gateway follows.
 
         Raises:
             CountError: unless remember_s is more than silence_s; the gateway repeats RunPrefill
@@ -55,14 +64,19 @@ class NodeReporter:
         self._reports = ResendQueue(retry_s=timing.retry_s, patience_s=timing.transfer_s)
         self._remember_s = timing.remember_s
         self._begun: dict[AttemptKey, float] = {}  # time of the last RunPrefill, oldest first
-        self._messages: list[AttemptMessage | DeliveryAck] = []
+        self._decoding: dict[AttemptKey, Request] = {}
+        # Number of tokens that were sent of each followed attempt, the longest unheard one first.
+        self._followed: dict[AttemptKey, int] = {}
+        self._progress_s = progress_s
+        self._next_progress_at = 0.0
+        self._messages: list[AttemptMessage | DeliveryAck | Progress] = []
 
     @property
     def num_unacked(self) -> int:
         """Number of reports that the gateway has not acknowledged."""
         return len(self._reports)
 
-    def take_messages(self) -> list[AttemptMessage | DeliveryAck]:
+    def take_messages(self) -> list[AttemptMessage | DeliveryAck | Progress]:
         """Return the messages to the gateway since the last call, in order."""
         messages, self._messages = self._messages, []
         return messages
@@ -96,6 +110,11 @@ class NodeReporter:
 
     def report(self, report: Report, now: float) -> None:
         """Send a report on an attempt, until it is acknowledged."""
+        if isinstance(report, DecodeStarted):
+            self._decoding[report.key] = report.request
+        else:
+            self._decoding.pop(report.key, None)
+            self._followed.pop(report.key, None)
         message = _as_message(report)
         self._reports.add(GATEWAY, message, now)
         self._messages.append(message)
@@ -103,6 +122,31 @@ class NodeReporter:
     def acknowledge(self, peer: NodeId, ack: DeliveryAck) -> None:
         """Handle the acknowledgement of a report."""
         self._reports.acknowledge(peer, ack)
+
+    def follow(self, follow: FollowAttempt) -> None:
+        """Report the tokens of an attempt from now on, if it decodes here."""
+        if follow.key in self._decoding:
+            self._followed[follow.key] = follow.num_tokens
+
+    def report_progress(self, now: float) -> None:
+        """Send the new tokens of all followed attempts, as many as fit in a message."""
+        if not self._followed or now < self._next_progress_at:
+            return
+        attempts: list[NewTokens] = []
+        room = MAX_PROGRESS_TOKENS
+        for key, start in self._followed.items():
+            if tokens := tuple(self._decoding[key].output_tokens[start : start + room]):
+                attempts.append(NewTokens(key, start, tuple(map(int, tokens))))
+                room -= len(tokens)
+            if not room or len(attempts) == MAX_PROGRESS_ATTEMPTS:
+                break
+        if not attempts:
+            return
+        for key, start, tokens in attempts:
+            del self._followed[key]  # the others are first next time
+            self._followed[key] = start + len(tokens)
+        self._messages.append(Progress(tuple(attempts)))
+        self._next_progress_at = now + self._progress_s
 
     def tick(self, now: float) -> None:
         """Advance the clock."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ..handoff.gateway_messages import NodeStatus
+from ..handoff.gateway_messages import IDLE, NodeLoad, NodeStatus
 from ..handoff.messages import NodeId
 
 _MAX_BLOCKS: Final = 1 << 26
@@ -21,12 +21,14 @@ class RemoteNode:
         epoch: epoch of the node.
         heard_at: time of its last message.
         refusal: why the gateway does not use it; empty if it does.
+        load: what it did when it sent its last status.
     """
 
     status: NodeStatus
     epoch: int
     heard_at: float
     refusal: str = ""
+    load: NodeLoad = IDLE
 
 
 def refusal_of(

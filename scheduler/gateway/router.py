@@ -14,13 +14,18 @@ There, a decode node has no overlap. Here it keeps a radix tree and is sent only
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from ...kvcache import CacheManager, Int32Array, RequestTooLargeError, Tokens, as_tokens
+from ...kvcache.events import hash_blocks
 from ..errors import RequestError, RoutingError
+from ..handoff.gateway_messages import CacheUpdate
 from ..handoff.messages import AttemptKey, NodeId
+from .cache_index import CacheIndex
 
 
 class Route(NamedTuple):
@@ -30,45 +35,85 @@ class Route(NamedTuple):
     decode: NodeId
 
 
+@dataclass(frozen=True)
+class _Prompt:
+    tokens: Int32Array
+    namespace: bytes
+    block_size: int
+
+    @cached_property
+    def hashes(self) -> list[int]:
+        return hash_blocks(self.tokens, self.block_size, self.namespace)
+
+
 @dataclass(slots=True)
 class _Node:
     """The router's estimate of a node.
 
     Attributes:
         shadow: a cache manager of the node's size. The router publishes each routed request in it
-            at once, to predict what the node has cached.
+            at once, to predict what the node has cached, as long as there is no index.
         lacks: blocks that the node lacked of each attempt in progress.
         load: sum of lacks.
         sent: the same sum over all attempts so far.
+        index: what the node has, once it has said so.
+        coming: hashes of the blocks of each attempt in progress, which the node will have.
+        num_coming: number of these attempts, by hash.
     """
 
     shadow: CacheManager
+    index: CacheIndex | None = None
+    coming: dict[AttemptKey, list[int]] = field(default_factory=dict)
+    num_coming: Counter[int] = field(default_factory=Counter)
     lacks: dict[AttemptKey, int] = field(default_factory=dict)
     load: int = 0
     sent: int = 0
 
-    def begin(
-        self, key: AttemptKey, tokens: Int32Array, namespace: bytes, num_lacking: int
-    ) -> None:
+    def begin(self, key: AttemptKey, prompt: _Prompt, num_lacking: int) -> None:
         self.lacks[key] = num_lacking
         self.load += num_lacking
         self.sent += num_lacking
-        self.learn(tokens, namespace)
+        if self.index is not None:
+            self.coming[key] = prompt.hashes
+            self.num_coming.update(prompt.hashes)
+        else:
+            self.learn(prompt.tokens, prompt.namespace)
 
     def end(self, key: AttemptKey) -> None:
         self.load -= self.lacks.pop(key, 0)
+        for name in self.coming.pop(key, ()):
+            self.num_coming[name] -= 1
+            if not self.num_coming[name]:
+                del self.num_coming[name]
+
+    def num_cached(self, prompt: _Prompt) -> int:
+        if self.index is None:
+            return self.shadow.match(prompt.tokens, prompt.namespace).num_blocks
+        return self.index.num_leading(prompt.hashes, self.num_coming)
 
     def learn(self, tokens: Int32Array, namespace: bytes) -> None:
+        if self.index is not None:
+            return
         lease = self.shadow.admit(self.shadow.match(tokens, namespace))
         self.shadow.publish(lease, tokens)
         self.shadow.release(lease)
 
 
+class _Candidate(NamedTuple):
+    """A node that can take an attempt, the blocks that it lacks, and the cost."""
+
+    name: NodeId
+    num_lacking: int
+    is_avoided: bool
+    cost: int
+
+
 class Router:
     """Chooses nodes by cached prefix and load. No I/O; not thread-safe.
 
-    The router predicts each node's cache from the requests it has sent there, with a cache manager
-    of the same size and eviction order. A wrong prediction costs time, never a wrong result.
+    The router knows what a node has cached by the node's updates. Of a node that sends none it
+    predicts it from the requests it has sent there, with a cache manager of the same size and
+    eviction order. If the router is wrong, that costs time, and never gives a wrong result.
 
     Example:
         >>> from radixkv.scheduler.handoff import AttemptKey
@@ -131,8 +176,17 @@ class Router:
         if self._prefill.pop(node_id, None) is None and self._decode.pop(node_id, None) is None:
             raise RoutingError(f"there is no node {node_id!r}")
 
+    def has_pair(self, broken: Collection[Route]) -> bool:
+        """Whether there is a pair of nodes besides these."""
+        return any(Route(p, d) not in broken for p in self._prefill for d in self._decode)
+
     def route(
-        self, key: AttemptKey, prompt: Tokens, namespace: bytes = b"", avoid: Iterable[str] = ()
+        self,
+        key: AttemptKey,
+        prompt: Tokens,
+        namespace: bytes = b"",
+        avoid: Iterable[str] = (),
+        broken: Collection[Route] = (),
     ) -> Route:
         """Choose the nodes of an attempt, and add it to their load.
 
@@ -143,6 +197,7 @@ class Router:
             prompt: its tokens.
             namespace: requests share blocks only within a namespace.
             avoid: nodes that have refused it; chosen only if there is no other.
+            broken: pairs that do not hear each other; chosen only if there is no other.
 
         Raises:
             TokenError, NamespaceError: if prompt or namespace has the wrong type.
@@ -154,36 +209,49 @@ class Router:
             raise RequestError(f"{key} is under way")
         tokens = as_tokens(prompt)
         avoided = frozenset(avoid)
-        prefill = self._choose("prefill", self._prefill, tokens, namespace, avoided)
-        decode = self._choose("decode", self._decode, tokens, namespace, avoided)
-        for nodes, (node_id, num_lacking) in ((self._prefill, prefill), (self._decode, decode)):
-            nodes[node_id].begin(key, tokens, namespace, num_lacking)
-        return Route(prefill[0], decode[0])
+        wanted = _Prompt(tokens, namespace, self._block_size)
+        prefill = self._candidates("prefill", self._prefill, wanted, avoided)
+        decode = self._candidates("decode", self._decode, wanted, avoided)
+        route = Route(prefill[0].name, decode[0].name)
+        if route in broken:
+            pairs = [(p, d) for p in prefill for d in decode if Route(p.name, d.name) not in broken]
+            if pairs:
+                p, d = min(
+                    pairs,
+                    key=lambda pair: (sum(x.is_avoided for x in pair), sum(x.cost for x in pair)),
+                )
+                route = Route(p.name, d.name)
+        for nodes, candidates, name in (
+            (self._prefill, prefill, route.prefill),
+            (self._decode, decode, route.decode),
+        ):
+            [num_lacking] = [each.num_lacking for each in candidates if each.name == name]
+            nodes[name].begin(key, wanted, num_lacking)
+        return route
 
-    def _choose(
+    def _candidates(
         self,
         role: str,
         nodes: Mapping[NodeId, _Node],
-        tokens: Int32Array,
-        namespace: bytes,
+        prompt: _Prompt,
         avoided: frozenset[str],
-    ) -> tuple[NodeId, int]:
+    ) -> list[_Candidate]:
+        """Return the nodes that can take an attempt, the best one first."""
         if not nodes:
             raise RoutingError(f"there is no {role} node")
-        needed = -(-len(tokens) // self._block_size)
+        needed = -(-len(prompt.tokens) // self._block_size)
         fits = [name for name, node in nodes.items() if node.shadow.num_blocks >= needed]
         if not fits:
             most = max(node.shadow.num_blocks for node in nodes.values())
-            raise RequestTooLargeError(len(tokens), needed, most)
-        candidates = [name for name in fits if name not in avoided] or fits
-        lacking = {
-            name: needed - nodes[name].shadow.match(tokens, namespace).num_blocks
-            for name in candidates
-        }
-        best = min(
-            candidates, key=lambda name: (nodes[name].load + lacking[name], nodes[name].sent)
+            raise RequestTooLargeError(len(prompt.tokens), needed, most)
+        candidates = []
+        for name in fits:
+            num_lacking = needed - nodes[name].num_cached(prompt)
+            cost = nodes[name].load + num_lacking
+            candidates.append(_Candidate(name, num_lacking, name in avoided, cost))
+        return sorted(
+            candidates, key=lambda each: (each.is_avoided, each.cost, nodes[each.name].sent)
         )
-        return best, lacking[best]
 
     def computed(self, key: AttemptKey) -> None:
         """Remove an attempt from the load of its prefill node."""
@@ -209,8 +277,38 @@ class Router:
                 if -(-len(tokens) // self._block_size) <= node.shadow.num_blocks:
                     node.learn(tokens, namespace)
 
+    def update_cache(self, node_id: NodeId, update: CacheUpdate) -> bool:
+        """Note what a node has got and lost; return False if an update before it is missing.
+
+        Raises:
+            RoutingError: if there is no such node.
+        """
+        node = self._node(node_id)
+        if node.index is None:
+            node.index = CacheIndex()
+            node.shadow.reset()
+        return node.index.apply(update)
+
+    def next_update(self, node_id: NodeId) -> int:
+        """Return the number of a node's next update.
+
+        Raises:
+            RoutingError: if there is no such node.
+        """
+        index = self._node(node_id).index
+        return 0 if index is None else index.next_number
+
+    def _node(self, node_id: NodeId) -> _Node:
+        node = self._prefill.get(node_id) or self._decode.get(node_id)
+        if node is None:
+            raise RoutingError(f"there is no node {node_id!r}")
+        return node
+
     def forget_cached(self, keep: Collection[bytes] = ()) -> None:
-        """Assume that all nodes have reset their caches, except for the namespaces in keep."""
+        """Assume that all nodes have reset their caches, except for the namespaces in keep.
+
+        Nodes that send updates report it themselves.
+        """
         for node in (*self._prefill.values(), *self._decode.values()):
             node.shadow.reset(keep)
 

@@ -141,6 +141,7 @@ class DecodeAttempt:
         parts: SENDs received, by part.
         pulls: start time of each pull that is not fenced, by part.
         reason: why it was given up.
+        has_lost_peer: whether that is because P is silent, or has restarted.
     """
 
     header: Header
@@ -157,6 +158,7 @@ class DecodeAttempt:
     parts: dict[int, Send] = field(default_factory=dict)
     pulls: dict[int, float] = field(default_factory=dict)
     reason: str = ""
+    has_lost_peer: bool = False
 
     @property
     def tokens(self) -> Int32Array:
@@ -200,13 +202,23 @@ class DecodeAttempt:
 
 
 class DecodeAttempts:
-    """The attempts that D knows, by request; the last of a request is the newest."""
+    """The attempts that D knows, by request; the last of a request is the newest.
+
+    D remembers many that have ended: only `find` and `of` look at those.
+    """
 
     def __init__(self) -> None:
         self._by_request: dict[str, list[DecodeAttempt]] = {}
+        self._open: dict[DecodeAttempt, None] = {}  # in order of their begin
+        self._ended: dict[DecodeAttempt, None] = {}  # in order of their end
+
+    def __len__(self) -> int:
+        """Return the number of attempts, including those that have ended."""
+        return len(self._open) + len(self._ended)
 
     def add(self, attempt: DecodeAttempt) -> None:
         """Add the newest attempt of a request."""
+        self._open[attempt] = None
         self._by_request.setdefault(attempt.header.key.request_id, []).append(attempt)
 
     def of(self, request_id: str) -> list[DecodeAttempt]:
@@ -218,12 +230,23 @@ class DecodeAttempts:
         attempts = self._by_request.get(key.request_id, ())
         return next((each for each in attempts if each.header.key == key), None)
 
-    def all(self) -> list[DecodeAttempt]:
-        """Return every attempt."""
-        return [attempt for attempts in self._by_request.values() for attempt in attempts]
+    def open(self) -> list[DecodeAttempt]:
+        """Return the attempts that have not ended, oldest first."""
+        return list(self._open)
+
+    @property
+    def oldest_ended(self) -> DecodeAttempt | None:
+        """The attempt that ended first; None if there is none."""
+        return next(iter(self._ended), None)
+
+    def end(self, attempt: DecodeAttempt) -> None:
+        """Note that an attempt has ended; it is remembered."""
+        del self._open[attempt]
+        self._ended[attempt] = None
 
     def forget(self, attempt: DecodeAttempt) -> None:
-        """Remove an attempt."""
+        """Remove an attempt that has ended."""
+        del self._ended[attempt]
         request_id = attempt.header.key.request_id
         self._by_request[request_id].remove(attempt)
         if not self._by_request[request_id]:

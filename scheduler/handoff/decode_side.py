@@ -81,22 +81,22 @@ class DecodeSide:
     @property
     def num_open(self) -> int:
         """Number of attempts that hold blocks, or have started and not finished."""
-        return sum(each.state is not DecodeState.ENDED for each in self._attempts.all())
+        return len(self._attempts.open())
 
     @property
     def num_known(self) -> int:
         """Number of attempts in memory, including those that have ended."""
-        return len(self._attempts.all())
+        return len(self._attempts)
 
     @property
     def receiving(self) -> list[Request]:
         """Requests that hold blocks and have not started, oldest first."""
-        return [each.request for each in self._attempts.all() if each.state in _RECEIVES]
+        return [each.request for each in self._attempts.open() if each.state in _RECEIVES]
 
     @property
     def quarantined(self) -> list[Request]:
         """Requests that were given up and hold blocks until their pulls are fenced."""
-        attempts = self._attempts.all()
+        attempts = self._attempts.open()
         return [each.request for each in attempts if each.state is DecodeState.QUARANTINED]
 
     def keys_of(self, request_id: str) -> list[AttemptKey]:
@@ -132,7 +132,7 @@ class DecodeSide:
 
     def abort_receiving(self, reason: str) -> None:
         """Give up every attempt that has not started."""
-        for attempt in self._attempts.all():
+        for attempt in self._attempts.open():
             if attempt.state in _RECEIVES:
                 self._give_up(attempt, reason)
 
@@ -176,12 +176,12 @@ class DecodeSide:
         """Advance the clock: grant blocks that were loaded, and give up attempts that are late."""
         self._now = now
         timing = self._timing
-        for attempt in self._attempts.all():
-            if attempt.state is DecodeState.ENDED:
-                if now - attempt.moved_at >= timing.remember_s:
-                    self._move(attempt, DecodeState.GONE)
-                    self._attempts.forget(attempt)
-                continue
+        while (ended := self._attempts.oldest_ended) is not None:
+            if now - ended.moved_at < timing.remember_s:
+                break
+            self._move(ended, DecodeState.GONE)
+            self._attempts.forget(ended)
+        for attempt in self._attempts.open():
             if attempt.state is DecodeState.LOADING and attempt.lease.loading is None:
                 self._grant(attempt)
             if attempt.state not in _RECEIVES:
@@ -192,6 +192,7 @@ class DecodeSide:
             if any(now - each >= timing.transfer_s for each in started):
                 self._give_up(attempt, f"{attempt.state.value} took too long")
             elif now - attempt.heard_at >= timing.silence_s:
+                attempt.has_lost_peer = True
                 self._give_up(attempt, "the prefill node is silent")
             elif now - attempt.sent_at >= timing.retry_s:
                 attempt.sent_at = now
@@ -405,7 +406,7 @@ class DecodeSide:
             self._actions.append(CancelPull(attempt.part_id(part)))
         if attempt.pulls:
             self._move(attempt, DecodeState.QUARANTINED)
-            self._post(attempt, Abort(attempt.header, reason, fenced=False))
+            self._post(attempt, self._abort(attempt, fenced=False))
         else:
             self._end(attempt)
 
@@ -415,10 +416,13 @@ class DecodeSide:
         attempt.request.lease = None
         self._post_end(attempt)
 
+    def _abort(self, attempt: DecodeAttempt, *, fenced: bool) -> Abort:
+        return Abort(attempt.header, attempt.reason, fenced, attempt.has_lost_peer)
+
     def _post_end(self, attempt: DecodeAttempt) -> None:
         """Tell P how the attempt ended; D reads none of P's blocks any more."""
         if attempt.reason:
-            self._post(attempt, Abort(attempt.header, attempt.reason, fenced=True))
+            self._post(attempt, self._abort(attempt, fenced=True))
         else:
             self._post(attempt, Ack(attempt.header))
 
@@ -433,3 +437,5 @@ class DecodeSide:
         self._has_stopped_receiving |= attempt.state in _RECEIVES and state not in _RECEIVES
         attempt.state = state
         attempt.moved_at = self._now
+        if state is DecodeState.ENDED:
+            self._attempts.end(attempt)

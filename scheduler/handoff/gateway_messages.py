@@ -6,19 +6,24 @@
       ── RunPrefill ──────────────►    ── NodeStatus ──────────────►    at their first hand-off
                                        ◄─────── the hand-off ───────►
       ◄───────────────────────────────────────────────────── Started ─
+      ── FollowAttempt ────────────────────────────────────────────►   if a client streams
+      ◄──────────────────────────────────────────────────── Progress ─
       ◄──────────────────────────────────────────────────── Finished ─
 
 If something fails, PrefillFailed or DecodeFailed comes instead. The sender repeats each of these
 five until a DeliveryAck answers it. The gateway sends CancelAttempt once, to all nodes, when an
 attempt is no longer wanted: a node that missed it reports on the attempt later and is told again.
+A gateway that wants the tokens of an attempt as they come follows it. Progress may be lost: the
+gateway, which knows how many tokens it has, asks again from there, and Finished has all tokens.
 Every node sends a NodeStatus at intervals to the gateway and to the nodes that it works with. It
-says that the node is alive, and its address. `RequestRetrier` makes the keys.
+says that the node is alive, and its address. With CacheUpdates it tells the gateway which blocks it
+has (``gateway/cache_index.py``). `RequestRetrier` makes the keys.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -98,6 +103,38 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class FollowAttempt:
+    """The gateway asks D to report the tokens of an attempt that it decodes as they come.
+
+    Attributes:
+        num_tokens: number of tokens that the gateway has; D goes on after them.
+    """
+
+    key: AttemptKey
+    num_tokens: int
+
+
+MAX_PROGRESS_ATTEMPTS: Final = 1024
+MAX_PROGRESS_TOKENS: Final = 8192
+"""Limits of one `Progress`, so that it never delays other messages; the rest comes next."""
+
+
+class NewTokens(NamedTuple):
+    """Tokens of a followed attempt; ``start`` is the position of the first one in its output."""
+
+    key: AttemptKey
+    start: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """D reports new tokens of the attempts that the gateway follows; each at most once."""
+
+    attempts: tuple[NewTokens, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """D reports all tokens of an attempt, including P's first one.
 
@@ -119,12 +156,14 @@ class PrefillFailed:
     Attributes:
         is_final: whether every other attempt would fail, too.
         is_busy: whether D refused it for a temporary reason.
+        is_lost: whether P and D do not hear each other, or D has restarted.
     """
 
     key: AttemptKey
     reason: str
     is_final: bool = False
     is_busy: bool = False
+    is_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +172,28 @@ class DecodeFailed:
 
     key: AttemptKey
     reason: str
+
+
+class NodeLoad(NamedTuple):
+    """What a node does, and has done since it started, for those who watch it.
+
+    ``num_running`` requests hold blocks in its scheduler, and ``num_waiting`` wait for blocks;
+    on D, these are preempted ones. ``num_used_blocks`` cannot be evicted. ``prompt_tokens`` were
+    found or computed, and the hits are those that were found, by tier. ``preemptions`` counts the
+    times that a request lost its blocks.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_used_blocks: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    storage_hit_tokens: int = 0
+    preemptions: int = 0
+
+
+IDLE: Final = NodeLoad()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +206,9 @@ class NodeStatus:
         block_size, num_blocks: of its cache.
         model: name of its model's configuration, and the dtype of its KV; nodes compare their
             weights among themselves.
+        unheard: nodes that it works with, and has not heard for some time.
+        num_updates: number of `CacheUpdate` messages that it has sent so far.
+        load: what it does; all 0 to other nodes.
     """
 
     role: Role
@@ -153,6 +217,40 @@ class NodeStatus:
     block_size: int
     num_blocks: int
     model: str
+    unheard: tuple[NodeId, ...] = ()
+    num_updates: int = 0
+    load: NodeLoad = IDLE
+
+
+MAX_UPDATE_BLOCKS: Final = 8192
+"""Blocks in one `CacheUpdate`, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUpdate:
+    """A node tells the gateway which blocks it has got and lost; see ``CacheIndex``.
+
+    Attributes:
+        number: 0 for the first update of an epoch, and one more for each next one.
+        is_first: whether the node had nothing before this update, which need not be true: the
+            updates from this one on name all that it has.
+        device_stored, device_removed, host_stored, host_removed: hashes of blocks, little-endian
+            uint64 each. No hash is in two fields of one tier.
+    """
+
+    number: int
+    is_first: bool
+    device_stored: bytes
+    device_removed: bytes
+    host_stored: bytes
+    host_removed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAsk:
+    """The gateway asks a node for its updates from a number on."""
+
+    number: int
 
 
 AttemptMessage: TypeAlias = RunPrefill | Started | Finished | PrefillFailed | DecodeFailed
@@ -176,4 +274,13 @@ class DeliveryAck:
         return cls(message.key, type(message).__name__)
 
 
-GatewayMessage: TypeAlias = AttemptMessage | CancelAttempt | NodeStatus | DeliveryAck
+GatewayMessage: TypeAlias = (
+    AttemptMessage
+    | CancelAttempt
+    | FollowAttempt
+    | Progress
+    | NodeStatus
+    | DeliveryAck
+    | CacheUpdate
+    | CacheAsk
+)

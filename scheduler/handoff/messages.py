@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, TypeAlias
 from ..errors import RefusalReason
 from ..request import GREEDY, Request, SamplingParams
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 """Version of all messages: raise it with any change of a name, a field, a type or a limit."""
 
 MAX_PART_BLOCKS: Final = 32
@@ -211,10 +211,12 @@ class Abort(Message):
     Attributes:
         reason: text for people.
         fenced: from D only: none of its pulls reads P's blocks any more.
+        is_lost: from D only: it has not heard P.
     """
 
     reason: str
     fenced: bool
+    is_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

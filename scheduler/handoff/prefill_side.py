@@ -215,7 +215,7 @@ class PrefillSide:
             is_silent = now - attempt.heard_at >= timing.silence_s
             is_late = now - attempt.moved_at >= timing.transfer_s
             if attempt.state is not PrefillState.COMPUTING and (is_silent or is_late):
-                self._abort_late(attempt)
+                self._abort_late(attempt, is_silent=is_silent)
             elif now - attempt.sent_at >= timing.retry_s:
                 attempt.sent_at = now
                 if attempt.state is PrefillState.ASKING:
@@ -223,11 +223,14 @@ class PrefillSide:
                 else:
                     self._post(attempt, attempt.commit or Renew(attempt.header))
 
-    def _abort_late(self, attempt: PrefillAttempt) -> None:
+    def _abort_late(self, attempt: PrefillAttempt, *, is_silent: bool) -> None:
         reason = f"no answer from the decode node while {attempt.state.value}"
         is_busy = attempt.state is PrefillState.ASKING and attempt.refusal != ""
         self._post(attempt, Abort(attempt.header, reason, fenced=False))
-        self._give_up(attempt, attempt.refusal if is_busy else reason, is_busy=is_busy)
+        if is_busy:
+            self._give_up(attempt, attempt.refusal, is_busy=True)
+        else:
+            self._give_up(attempt, reason, is_lost=is_silent)
 
     # Messages of D
 
@@ -244,7 +247,7 @@ class PrefillSide:
         if known.peer_epoch is not None and header.epoch != known.peer_epoch:
             if header.epoch > known.peer_epoch:
                 self._decline(peer, message, "the decode node restarted")
-                self._give_up(attempt, "the decode node restarted")
+                self._give_up(attempt, "the decode node restarted", is_lost=True)
             return
         if known.grant and header.grant != known.grant:
             self._decline(peer, message, "granted twice")
@@ -257,7 +260,7 @@ class PrefillSide:
             case Refuse() if asking:
                 self._refused(attempt, message)
             case Abort():
-                self._give_up(attempt, message.reason)
+                self._give_up(attempt, message.reason, is_lost=message.is_lost)
                 if message.fenced and attempt.state is PrefillState.WITHDRAWN:
                     self._end(attempt)
             case Ack() if attempt.commit is not None:
@@ -350,11 +353,12 @@ class PrefillSide:
         *,
         is_final: bool = False,
         is_busy: bool = False,
+        is_lost: bool = False,
     ) -> None:
         """End an attempt; if it has offered blocks, they wait for the fence."""
         if attempt.state is PrefillState.WITHDRAWN:
             return
-        self._actions.append(PrefillFailed(attempt.header.key, reason, is_final, is_busy))
+        self._actions.append(PrefillFailed(attempt.header.key, reason, is_final, is_busy, is_lost))
         if attempt.sends:
             self._move(attempt, PrefillState.WITHDRAWN)
             self._actions.append(Withdraw(attempt.header.key))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from .errors import (
     TensorShapeError,
     TensorUnexpectedError,
 )
-from .json_fields import read_object
+from .json_fields import as_object, read_object
 from .transformer import LayerParams, Linear, Params
 
 if TYPE_CHECKING:
@@ -135,34 +134,39 @@ def load_tokenizer(directory: str | Path) -> Tokenizer | None:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the tensors of a checkpoint, in order."""
+    return dict(_each_tensor(config))
+
+
+def _each_tensor(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, inner = config.hidden_size, config.intermediate_size
     q_width = config.num_heads * config.head_dim
     kv_width = config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
 
-    def add_linear(name: str, out_width: int, in_width: int, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (out_width, in_width)
+    def linear(
+        name: str, out_width: int, in_width: int, bias: bool
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{name}.weight", (out_width, in_width)
         if bias:
-            shapes[f"{name}.bias"] = (out_width,)
+            yield f"{name}.bias", (out_width,)
 
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
     for index in range(config.num_layers):
         layer = f"model.layers.{index}"
-        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-        add_linear(f"{layer}.self_attn.q_proj", q_width, hidden, config.attention_bias)
-        add_linear(f"{layer}.self_attn.k_proj", kv_width, hidden, config.attention_bias)
-        add_linear(f"{layer}.self_attn.v_proj", kv_width, hidden, config.attention_bias)
-        add_linear(f"{layer}.self_attn.o_proj", hidden, q_width, config.attention_bias)
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        yield from linear(f"{layer}.self_attn.q_proj", q_width, hidden, config.attention_bias)
+        yield from linear(f"{layer}.self_attn.k_proj", kv_width, hidden, config.attention_bias)
+        yield from linear(f"{layer}.self_attn.v_proj", kv_width, hidden, config.attention_bias)
+        yield from linear(f"{layer}.self_attn.o_proj", hidden, q_width, config.attention_bias)
         if config.qk_norm:
-            shapes[f"{layer}.self_attn.q_norm.weight"] = (config.head_dim,)
-            shapes[f"{layer}.self_attn.k_norm.weight"] = (config.head_dim,)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-        add_linear(f"{layer}.mlp.gate_proj", inner, hidden, config.mlp_bias)
-        add_linear(f"{layer}.mlp.up_proj", inner, hidden, config.mlp_bias)
-        add_linear(f"{layer}.mlp.down_proj", hidden, inner, config.mlp_bias)
-    shapes["model.norm.weight"] = (hidden,)
+            yield f"{layer}.self_attn.q_norm.weight", (config.head_dim,)
+            yield f"{layer}.self_attn.k_norm.weight", (config.head_dim,)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+        yield from linear(f"{layer}.mlp.gate_proj", inner, hidden, config.mlp_bias)
+        yield from linear(f"{layer}.mlp.up_proj", inner, hidden, config.mlp_bias)
+        yield from linear(f"{layer}.mlp.down_proj", hidden, inner, config.mlp_bias)
+    yield "model.norm.weight", (hidden,)
     if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
+        yield "lm_head.weight", (config.vocab_size, hidden)
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,7 @@ def _open_tensors(directory: Path, stack: ExitStack) -> dict[str, _Tensor]:
             raise CheckpointFileError(
                 path, f"no such file, though {_INDEX_FILE} names it"
             ) from None
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise CheckpointFileError(path, f"not a safetensors file: {error}") from error
         names = file.keys()  # the handle itself is not iterable
         tensors.update({name: _Tensor(path, name, file) for name in names})
@@ -205,19 +209,22 @@ def _open_tensors(directory: Path, stack: ExitStack) -> dict[str, _Tensor]:
 
 
 def _shard_names(index_path: Path) -> list[str]:
-    try:
-        return sorted(
-            set(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"].values())
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointFileError(index_path, "not JSON with a 'weight_map'") from error
+    names = as_object(read_object(index_path), index_path, "weight_map").values()
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
+            problem = f"weight_map must name files in the same directory, got {name!r}"
+            raise CheckpointFileError(index_path, problem)
+    if not names:
+        raise CheckpointFileError(index_path, "no entry 'weight_map'")
+    return sorted(set(names))
 
 
 def _check_tensors(directory: Path, config: ModelConfig, tensors: Mapping[str, _Tensor]) -> None:
-    expected = tensor_shapes(config)
-    for name, shape in expected.items():
+    expected = set()
+    for name, shape in _each_tensor(config):  # one by one: the file may name any number of layers
         if name not in tensors:
             raise TensorMissingError(directory, name)
+        expected.add(name)
         tensor = tensors[name]
         header = tensor.file.get_slice(name)
         if tuple(header.get_shape()) != shape:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
-from ...kvcache import CacheManager, HostConfig
+from ...kvcache import CacheManager, EventBatch, HostConfig
 from ...kvcache.storage import Storage, StorageNamespace
 from ..batching.preemption import PreemptMode
 from ..decode import DecodeScheduler
@@ -44,6 +45,7 @@ class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
         host: HostConfig | None = None,
         storage: Storage | None = None,
         storage_namespace: StorageNamespace | None = None,
+        on_events: Callable[[EventBatch], object] | None = None,
     ) -> None:
         """Allocate the arrays and compile every program.
 
@@ -52,14 +54,21 @@ class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
             timing: see `DecodeScheduler`.
             num_blocks, token_budget, max_running, max_model_len: see `Engine`.
             weights_revision: name of the weights; the node refuses parts of other weights.
-            policy, reserve_tokens, preempt, depth, host, storage, storage_namespace: see `Engine`.
+            policy, reserve_tokens, preempt, depth, host, storage, storage_namespace, on_events:
+                see `Engine`.
 
         Raises:
             ConfigError, CountError, StorageConfigError: for invalid arguments, before anything is
                 allocated.
         """
         check_revision(weights_revision, storage_namespace)
-        manager = CacheManager(num_blocks, block_size, host=host, storage=storage_namespace)
+        manager = CacheManager(
+            num_blocks,
+            block_size,
+            host=host,
+            storage=storage_namespace,
+            record_events=on_events is not None,
+        )
         scheduler = DecodeScheduler(
             manager,
             epoch=epoch,
@@ -82,7 +91,7 @@ class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
             storage=storage,
         )
         kv = KVParts(runner, "scatter", weights_revision)
-        super().__init__(manager, scheduler, runner, transport, kv, now=now)
+        super().__init__(manager, scheduler, runner, transport, kv, now=now, on_events=on_events)
         self._receiver = KVReceiver(kv, transport, timeout_s=timing.transfer_s)
 
     @property

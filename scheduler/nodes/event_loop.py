@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from operator import itemgetter
 from typing import Final
 
+from ..gateway.cache_index import CacheReporter
 from ..gateway.node_reporter import NodeReporter
 from ..handoff import NodeId, Timing
-from ..handoff.gateway_messages import GATEWAY, CancelAttempt, DeliveryAck, NodeStatus, RunPrefill
+from ..handoff.gateway_messages import (
+    GATEWAY,
+    CacheAsk,
+    CancelAttempt,
+    DeliveryAck,
+    FollowAttempt,
+    NodeStatus,
+    RunPrefill,
+)
 from ..handoff.messages import Message
-from .channel import Packet, ZmqChannel
+from .channel import Packet, TooManyPeersError, ZmqChannel
+from .channel.schema import MAX_UNHEARD
 from .decode_node import DecodeEngine
 from .node import PeerMessage
 from .prefill_node import PrefillEngine
@@ -34,6 +46,7 @@ class NodeEventLoop:
         gateway: str,
         transport: str,
         timing: Timing,
+        cache: CacheReporter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Connect a node to its channel.
@@ -45,6 +58,8 @@ class NodeEventLoop:
             transport: name of the engine's transport.
             timing: timing of the engine and its `NodeReporter`. The loop sends its status every
                 retry_s.
+            cache: takes the engine's KV events, and tells the gateway what the node has cached.
+                None: the gateway predicts it.
             clock: a monotonic clock, in seconds.
 
         Raises:
@@ -54,8 +69,9 @@ class NodeEventLoop:
         self._engine = engine
         self._channel = channel
         self._clock = clock
-        self._peers = {GATEWAY}
-        self._retry_s = timing.retry_s
+        self._cache = cache
+        self._heard_at = {GATEWAY: clock()}  # of each peer, or when it was met
+        self._timing = timing
         self._next_status_at = clock()
         self._reporter = NodeReporter(channel.epoch, timing)
         self._status = NodeStatus(
@@ -83,34 +99,69 @@ class NodeEventLoop:
             Whether anything was done.
         """
         now = self._clock()
-        if now >= self._next_status_at:
-            self._next_status_at = now + self._retry_s
-            for peer in self._peers:
-                self._channel.send(peer, self._status)
         self._reporter.tick(now)
         packets = self._channel.receive()
         for packet in packets:
             self._process(packet, now)
+        if now >= self._next_status_at:  # after a long step, with what has arrived in it
+            self._next_status_at = now + self._timing.retry_s
+            self._send_status(now)
         self._send_reports()  # before a step, which takes long
         was_busy = self._engine.poll(now)
         for message in self._engine.take_messages():
-            if message.peer in self._peers:  # else it answers an unknown or earlier peer
+            if message.peer in self._heard_at:  # else it answers an unknown or earlier peer
                 self._channel.send(*message)
+        if self._cache is not None:  # before the report that says that its blocks are there
+            for update in self._cache.take_messages():
+                self._channel.send(GATEWAY, update)
         for report in self._engine.take_reports():
             self._reporter.report(report, now)
+        self._reporter.report_progress(now)
         self._send_reports()
         return was_busy or bool(packets)
 
+    def _send_status(self, now: float) -> None:
+        """Tell all peers that this node is alive, and the gateway which peers it does not hear.
+
+        A peer that is silent for as long as attempts are remembered is forgotten. If the channel
+        has no room for new peers, the one that is silent the longest is forgotten earlier.
+        """
+        unheard = []
+        for peer, heard_at in sorted(self._heard_at.items(), key=itemgetter(1)):
+            silent_s = now - heard_at
+            if peer == GATEWAY or silent_s < self._timing.silence_s:
+                continue
+            patience_s = max(self._timing.remember_s, 2 * self._timing.silence_s)
+            if silent_s >= patience_s or not self._channel.has_room:
+                self._channel.disconnect(peer)
+                del self._heard_at[peer]
+            else:
+                unheard.append(peer)
+        status = replace(
+            self._status,
+            unheard=tuple(unheard[:MAX_UNHEARD]),
+            num_updates=0 if self._cache is None else self._cache.num_updates,
+            load=self._engine.load(),
+        )
+        for peer in self._heard_at:
+            self._channel.send(peer, status if peer == GATEWAY else self._status)
+
     def _process(self, packet: Packet, now: float) -> None:
+        if packet.sender in self._heard_at:
+            self._heard_at[packet.sender] = now
         match packet.message:
             case NodeStatus(address=address):
-                self._connect(packet.sender, address)
+                self._connect(packet.sender, address, now)
             case RunPrefill() as run if isinstance(self._engine, PrefillEngine):
                 if self._reporter.is_new(run):
-                    self._connect(run.decode_node, run.decode_address)
+                    self._connect(run.decode_node, run.decode_address, now)
                 self._reporter.begin(run, self._engine.begin, now)
             case DeliveryAck() as ack:
                 self._reporter.acknowledge(packet.sender, ack)
+            case FollowAttempt() as follow:
+                self._reporter.follow(follow)
+            case CacheAsk() as ask if self._cache is not None:
+                self._cache.answer(ask)
             case CancelAttempt(key, reason):
                 self._engine.give_up(key, reason)
             case Message() as message:
@@ -120,10 +171,13 @@ class NodeEventLoop:
         for message in self._reporter.take_messages():
             self._channel.send(GATEWAY, message)
 
-    def _connect(self, peer: NodeId, address: str) -> None:
+    def _connect(self, peer: NodeId, address: str, now: float) -> None:
         """Connect to a node, and send it this node's status the first time."""
-        is_new = peer not in self._peers
-        self._channel.connect(peer, address)
-        self._peers.add(peer)
+        is_new = peer not in self._heard_at
+        try:
+            self._channel.connect(peer, address)
+        except TooManyPeersError:
+            return  # an attempt with it ends as if it were unreachable
         if is_new:
+            self._heard_at[peer] = now
             self._channel.send(peer, self._status)

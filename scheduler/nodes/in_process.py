@@ -10,7 +10,7 @@ from typing import Final
 from ...kvcache import RequestTooLargeError
 from ..gateway.gateway import Gateway, RunAttempt
 from ..gateway.retries import Cancel
-from ..handoff import DecodeFailed, Finished, Hits, NodeId, PrefillFailed, Started
+from ..handoff import AttemptKey, DecodeFailed, Finished, Hits, NodeId, PrefillFailed, Started
 from ..models import Params
 from ..request import Request
 from .decode_node import DecodeEngine
@@ -38,6 +38,7 @@ class Disaggregated:
         max_attempts: int = 3,
         backoff_s: float = 0.05,
         request_s: float = inf,
+        stream: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Connect nodes whose transports reach each other.
@@ -45,8 +46,12 @@ class Disaggregated:
         Args:
             prefill, decode: at least one node each, driven only by this object.
             max_attempts, backoff_s, request_s: see `RequestRetrier`; no time limit by default.
+            stream: whether requests get their tokens as they come, for `advanced`.
             clock: a monotonic clock, in seconds.
         """
+        self._is_streaming = stream
+        self._decoding: dict[AttemptKey, Request] = {}  # as the decode nodes have them
+        self._advanced: Sequence[Request] = ()
         self.prefill = {f"prefill-{number}": node for number, node in enumerate(prefill)}
         self.decode = {f"decode-{number}": node for number, node in enumerate(decode)}
         self._clock = clock
@@ -64,6 +69,11 @@ class Disaggregated:
     def failures(self) -> dict[str, str]:
         """Reasons of failed requests by id; these requests have the status ABORTED."""
         return self._gateway.failures
+
+    @property
+    def advanced(self) -> Sequence[Request]:
+        """Requests that got tokens in the last step; none without ``stream``."""
+        return self._advanced
 
     def add_request(self, request: Request) -> None:
         """Add a request.
@@ -93,6 +103,13 @@ class Disaggregated:
     def step(self) -> list[Request]:
         """Let each node run at most one step; return the requests that have ended."""
         self._advance()
+        for key, request in list(self._decoding.items()):
+            num_heard = self._gateway.num_heard(key)
+            if num_heard is None:
+                del self._decoding[key]
+            elif num_heard < len(request.output_tokens):
+                self._gateway.progressed(key, request.output_tokens[num_heard:])
+        self._advanced = self._gateway.take_advanced()
         return self._gateway.take_ended()
 
     def _advance(self) -> None:
@@ -190,11 +207,15 @@ class Disaggregated:
             self._node(message.peer).receive(message._replace(peer=peer))
         for report in node.take_reports():
             match report:
-                case PrefillFailed(key, reason, is_final, is_busy):
+                case PrefillFailed(key, reason, is_final, is_busy, is_lost):
                     is_busy |= self._is_resetting
-                    self._gateway.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
-                case Started(key):
+                    self._gateway.prefill_failed(
+                        key, reason, is_final=is_final, is_busy=is_busy, is_lost=is_lost
+                    )
+                case Started(key, attempt):
                     self._gateway.started(key)
+                    if self._is_streaming:
+                        self._decoding[key] = attempt
                 case Finished(key, request):
                     counts = Hits.of(request), request.num_preemptions
                     self._gateway.finished(key, request.output_tokens, *counts)

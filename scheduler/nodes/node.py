@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from ...kvcache import CacheManager
+from ...kvcache import CacheManager, EventBatch
 from ...kvcache.storage import StorageNamespace
 from ..decode import DecodeScheduler
 from ..engine import EngineStats, ModelRunner
 from ..errors import ConfigError
 from ..handoff import AttemptKey, Message, NodeId
+from ..handoff.gateway_messages import NodeLoad
 from ..models import Params
 from ..prefill import PrefillScheduler
 from ..request import Request
@@ -89,6 +90,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         kv: KVParts,
         *,
         now: float,
+        on_events: Callable[[EventBatch], object] | None = None,
     ) -> None:
         """Assemble a node.
 
@@ -99,8 +101,10 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
             transport: polled and closed only by this node.
             kv: the copies of parts from and to the runner's arrays.
             now: current time; see `poll`.
+            on_events: takes the KV events after each poll; see `Engine`.
         """
         self.manager = manager
+        self._on_events = on_events
         self.model_name = f"{runner.model.config.name} {runner.model.params.embedding.dtype}"
         self.scheduler = scheduler
         self.scheduler.tick(now)
@@ -153,7 +157,12 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         self._act()
         has_stepped = self._step()
         self._act()
+        self._report_events()
         return has_stepped or bool(events or self._outbox)
+
+    def _report_events(self) -> None:
+        if self._on_events is not None and (batch := self.manager.take_events()) is not None:
+            self._on_events(batch)
 
     def reset_cache(
         self,
@@ -222,13 +231,29 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         """Return the statistics so far."""
         return NodeStats(self._runner.stats(self.scheduler.stats()), self._transport.stats())
 
+    def load(self) -> NodeLoad:
+        """Return what the node does, and has done, for its status."""
+        scheduler, counts = self.scheduler, self.scheduler.stats()
+        return NodeLoad(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_used_blocks=self.manager.num_blocks - self.manager.available,
+            prompt_tokens=counts.prompt_tokens,
+            hit_tokens=counts.hit_tokens,
+            host_hit_tokens=counts.host_hit_tokens,
+            storage_hit_tokens=counts.storage_hit_tokens,
+            preemptions=counts.preemptions,
+        )
+
     def close(self, *, timeout_s: float = 30.0) -> bool:
         """Stop the transport and the threads of a host tier; see `Engine.close`.
 
         Storage stays open.
         """
         self._transport.close()
-        return self._runner.close(timeout_s)
+        closed = self._runner.close(timeout_s)
+        self._report_events()
+        return closed
 
     def _step(self) -> bool:
         if not self.scheduler.has_work:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ...kvcache import CacheManager, HostConfig
+from collections.abc import Callable
+
+from ...kvcache import CacheManager, EventBatch, HostConfig
 from ...kvcache.storage import Storage, StorageNamespace
 from ...kvcache.tokens import as_count
 from ..engine import ModelRunner
@@ -43,6 +45,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
         host: HostConfig | None = None,
         storage: Storage | None = None,
         storage_namespace: StorageNamespace | None = None,
+        on_events: Callable[[EventBatch], object] | None = None,
         max_offered_bytes: int = 256 << 20,
     ) -> None:
         """Allocate the arrays and compile every program.
@@ -56,7 +59,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
             block_size: tokens per block; all nodes need the same.
             num_blocks, token_budget, max_running, max_model_len: see `Engine`.
             weights_revision: name of the weights; decode nodes refuse parts of other weights.
-            policy, host, storage, storage_namespace: see `Engine`.
+            policy, host, storage, storage_namespace, on_events: see `Engine`.
             max_offered_bytes: limit of the device memory for copies that decode nodes have yet to
                 read. Copies beyond it are made later. The oldest attempt may exceed it.
 
@@ -66,7 +69,13 @@ class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
         """
         check_revision(weights_revision, storage_namespace)
         max_offered_bytes = as_count("max_offered_bytes", max_offered_bytes, minimum=1)
-        manager = CacheManager(num_blocks, block_size, host=host, storage=storage_namespace)
+        manager = CacheManager(
+            num_blocks,
+            block_size,
+            host=host,
+            storage=storage_namespace,
+            record_events=on_events is not None,
+        )
         scheduler = PrefillScheduler(
             manager,
             epoch=epoch,
@@ -86,7 +95,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
             decode=False,
         )
         kv = KVParts(runner, "gather", weights_revision)
-        super().__init__(manager, scheduler, runner, transport, kv, now=now)
+        super().__init__(manager, scheduler, runner, transport, kv, now=now, on_events=on_events)
         self._sender = KVSender(kv, transport, max_bytes=max_offered_bytes)
 
     def begin(self, request: Request, peer: NodeId, attempt: int = 1) -> None:

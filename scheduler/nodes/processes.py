@@ -18,13 +18,36 @@ from ..errors import NodeProcessError
 from .channel.secret import ENVIRONMENT, Secret
 
 _END_S: Final = 30.0
+_LAST_LINES: Final = 8
+_MAX_STDERR_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
+    """A node.
+
+    Attributes:
+        start: command, arguments and environment of `NodeProcesses.start`.
+        out, err: what it prints.
+    """
+
+    start: tuple[str, Sequence[object], Mapping[str, str]]
     process: subprocess.Popen[bytes]
     out: IO[bytes]
     err: IO[bytes]
+
+    def describe_end(self, name: str) -> str:
+        """Say how the process has ended, with its last line or, of a crash, its last lines."""
+        status = self.process.returncode
+        self.err.seek(max(0, self.err.seek(0, os.SEEK_END) - _MAX_STDERR_BYTES))
+        lines = self.err.read().decode(errors="replace").strip().splitlines() or ["no output"]
+        is_ours = lines[-1].startswith("radixkv: ")
+        last = lines[-1] if is_ours else "\n  ".join(lines[-_LAST_LINES:])
+        if status < 0:
+            how = signal.strsignal(-status) or f"signal {-status}"
+            what = "lines" if "\n" in last else "line"
+            return f"{name} was ended ({how}); last {what} of its stderr: {last}"
+        return f"{name} has ended with status {status}: {last}"
 
     def terminate(self) -> None:
         """Send SIGTERM to the process, unless it has ended."""
@@ -106,7 +129,7 @@ class NodeProcesses:
         )
         if name in self._nodes:
             self._nodes.pop(name).close()
-        self._nodes[name] = _Node(process, out, err)
+        self._nodes[name] = _Node((command, arguments, environment), process, out, err)
 
     def pid(self, name: str) -> int:
         """Return the process id of a node."""
@@ -118,18 +141,20 @@ class NodeProcesses:
         Raises:
             NodeProcessError: with the last line of the node's stderr.
         """
-        for name, node in self._nodes.items():
-            status = node.process.poll()
-            if status is not None:
-                node.err.seek(0)
-                lines = node.err.read().decode(errors="replace").strip().splitlines()
-                last = lines[-1] if lines else "no output"
-                if status < 0:
-                    how = signal.strsignal(-status) or f"signal {-status}"
-                    raise NodeProcessError(
-                        f"{name} was ended ({how}); last line of its stderr: {last}"
-                    )
-                raise NodeProcessError(f"{name} has ended with status {status}: {last}")
+        for reason in self.ended().values():
+            raise NodeProcessError(reason)
+
+    def ended(self) -> dict[str, str]:
+        """Return how nodes have ended that nobody ended, with the last lines of their stderr."""
+        return {
+            name: node.describe_end(name)
+            for name, node in self._nodes.items()
+            if node.process.poll() is not None
+        }
+
+    def restart(self, name: str) -> None:
+        """Start a node that has ended again, with the same arguments."""
+        self.start(name, *self._nodes[name].start)
 
     def end(self, name: str) -> dict[str, Any] | None:
         """End one node; return its statistics if its exit status is 0."""

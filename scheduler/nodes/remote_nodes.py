@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Final
 
@@ -33,6 +33,8 @@ class RemoteNodes:
         max_attempts: int = 3,
         backoff_s: float = 0.05,
         request_s: float = inf,
+        lost_s: float = 600.0,
+        stream: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take over the gateway's end of a channel.
@@ -44,9 +46,11 @@ class RemoteNodes:
             decides.
             silence_s: time after which a silent node counts as gone, and an attempt fails that its
                 node has not acknowledged; the request is sent five times until then.
-            max_attempts, backoff_s, request_s: see `RequestRetrier`; no time limit by default.
+            max_attempts, backoff_s, request_s, lost_s: see ``Gateway``.
+            stream: whether decode nodes send the tokens of requests as they come, for `advanced`.
             clock: a monotonic clock, in seconds.
         """
+        self._advanced: Sequence[Request] = ()
         self._channel = channel
         self._clock = clock
         self._gateway = NetworkGateway(
@@ -56,7 +60,9 @@ class RemoteNodes:
             max_attempts=max_attempts,
             backoff_s=backoff_s,
             request_s=request_s,
+            lost_s=lost_s,
             epoch=channel.epoch,
+            stream=stream,
         )
 
     @property
@@ -89,7 +95,8 @@ class RemoteNodes:
     @property
     def has_refused_secrets(self) -> bool:
         """Whether a peer with another secret, or without one, has tried to connect."""
-        return not self._channel.stats().refused.keys() <= {RefusedConnection.BROKEN}
+        harmless = {RefusedConnection.BROKEN, RefusedConnection.TOO_MANY}
+        return not self._channel.stats().refused.keys() <= harmless
 
     @property
     def other_versions(self) -> frozenset[int]:
@@ -105,6 +112,11 @@ class RemoteNodes:
     def has_work(self) -> bool:
         """Whether any request has not ended."""
         return self.num_open > 0
+
+    @property
+    def advanced(self) -> Sequence[Request]:
+        """Requests that got tokens in the last step; none without ``stream``."""
+        return self._advanced
 
     def count(self, role: str) -> int:
         """Return the number of serving nodes of a role."""
@@ -147,6 +159,7 @@ class RemoteNodes:
             self._act()
         self._gateway.tick(now)
         self._act()
+        self._advanced = self._gateway.take_advanced()
         return self._gateway.take_ended()
 
     def run(self) -> list[Request]:

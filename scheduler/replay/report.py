@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from ..terminal.console import table, to_text
+from ..terminal.console import table, to_text, verdict_text
 from .checks import Check
 from .engine_run.checks import PassResult
 from .engine_run.real_run import RealRun, RealRunConfig
@@ -54,6 +55,21 @@ class RealSection:
 
     config: RealRunConfig
     run: RealRun
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the report as text.
+
+    Attributes:
+        name: Name for programs: trace, hits, simulation, apart, real_run or verdict.
+        heading: Heading; may be empty.
+        parts: Lines, tables and lists of checks, from top to bottom. "" is an empty line.
+    """
+
+    name: str
+    heading: str
+    parts: Sequence[str | Text | Table]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,34 +135,43 @@ class ReplayReport:
             ],
         }
 
+    def summary(self) -> list[str]:
+        """Say in plain sentences what the figures mean."""
+        return list(_summary(self.hits, self.simulation))
+
+    def sections(self) -> list[Section]:
+        """Return the parts of the report below the summary."""
+        made = [
+            Section("trace", "", list(_trace_lines(self.trace))),
+            _hits(self.hits),
+            _simulations(self.simulation),
+        ]
+        if self.clusters.runs:
+            made.append(_clusters(self.clusters, self.simulation.costs))
+        return [*made, _real_run(self.real.run), Section("verdict", "", [self._verdict()])]
+
     def render(self) -> RenderableType:
         """Return the report for a Rich console: tables, and notes that fit its width."""
-        costs = self.simulation.costs
-        return Group(
-            *_trace_lines(self.trace),
-            "",
-            " ".join(_summary(self.hits, self.simulation)),
-            *_hits(self.hits),
-            *_simulations(self.simulation),
-            *_clusters(self.clusters, costs),
-            *_real_run(self.real.run),
-            "",
-            self._verdict(),
-        )
+        lines: list[RenderableType] = [" ".join(self.summary())]
+        for section in self.sections():
+            if section.heading:
+                lines += ["", Text(section.heading, style="bold")]
+            lines += ["", *section.parts]
+        return Group(*lines)
 
     def text(self) -> str:
         """Return the report as it is written to a file or a pipe."""
         return to_text(self.render())
 
-    def _verdict(self) -> str:
+    def _verdict(self) -> Text:
         verdicts = [check.verdict for _, check in self.checks()]
         failed, skipped = verdicts.count("FAIL"), verdicts.count("SKIP")
-        parts = [f"PASS: {len(verdicts) - skipped} checks"]
+        word, count = "PASS", f"{len(verdicts) - skipped} checks"
         if failed:
-            parts = [f"FAIL: {failed} of {len(verdicts)} checks"]
+            word, count = "FAIL", f"{failed} of {len(verdicts)} checks"
         if skipped:
-            parts.append(f"{skipped} skipped")
-        return f"{', '.join(parts)}; {self.wall_s:.1f} s"
+            count += f", {skipped} skipped"
+        return Text.assemble(verdict_text(word), f": {count}; {self.wall_s:.1f} s")
 
 
 def environment() -> dict[str, Any]:
@@ -193,7 +218,6 @@ def _trace_lines(trace: Trace) -> Iterator[str]:
 
 
 def _summary(curve: HitCurve, simulation: SimulationSection) -> Iterator[str]:
-    """Say in plain sentences what the figures mean."""
     medians = {
         name: (run.latencies.ttft_s.p50, run.latencies.goodput_requests_per_s)
         for name, run in simulation.runs.items()
@@ -212,7 +236,7 @@ def _summary(curve: HitCurve, simulation: SimulationSection) -> Iterator[str]:
             if name in medians:
                 ttft_s, goodput = medians[name]
                 yield (
-                    f"Adding {tier} brings them to {_short(ttft_s)} s and {_short(goodput)} "
+                    f"Adding {tier} brings them to {short(ttft_s)} s and {short(goodput)} "
                     "requests/s."
                 )
     ideal = curve.rows[-1].counts
@@ -233,20 +257,15 @@ def _summary(curve: HitCurve, simulation: SimulationSection) -> Iterator[str]:
 
 
 def _change(before: float, after: float, unit: str) -> str:
-    old, new = _short(before), _short(after)
+    old, new = short(before), short(after)
     if old == new:
         return f"stays at {new} {unit}"
     return f"{'rises' if after > before else 'falls'} from {old} to {new} {unit}"
 
 
-def _hits(curve: HitCurve) -> Iterator[RenderableType]:
+def _hits(curve: HitCurve) -> Section:
     ideal = curve.rows[-1].counts
-    yield from (
-        "",
-        f"a. HITS: blocks of {TOKENS_PER_HASH_ID} tokens found in a cache of each size",
-        "",
-    )
-    yield table(
+    rows = table(
         ("blocks", "hits", "hit rate", "of ideal", "Belady", "evicted", "refused"),
         [
             (
@@ -261,25 +280,28 @@ def _hits(curve: HitCurve) -> Iterator[RenderableType]:
             for row in curve.rows
         ],
     )
-    yield ""
-    yield (
+    note = (
         f"The ideal is a cache without a limit: {ideal.hit_blocks:,} of {ideal.blocks:,} requested "
         "blocks had been seen before. Belady evicts with knowledge of the future; no policy under "
         "the same rules can hit more."
     )
-    yield _check_list(curve.checks)
+    heading = f"a. HITS: blocks of {TOKENS_PER_HASH_ID} tokens found in a cache of each size"
+    return Section("hits", heading, [rows, "", note, _check_list(curve.checks)])
 
 
-def _simulations(section: SimulationSection) -> Iterator[RenderableType]:
+def _simulations(section: SimulationSection) -> Section:
+    costs, runs = section.costs, section.runs
+    heading = (
+        f"b. SIMULATION: {costs.model.name} on {costs.gpu.name}, at the timestamps of the trace"
+    )
+    rows = table(("", *runs), _simulation_rows(list(runs.values())))
+    checks = [_check_list(run.checks, f" ({name})") for name, run in runs.items()]
+    return Section("simulation", heading, [rows, "", *_simulation_notes(section), *checks])
+
+
+def _simulation_notes(section: SimulationSection) -> Iterator[str]:
     costs, config, runs = section.costs, section.config, section.runs
     first = next(iter(runs.values()))
-    yield from (
-        "",
-        f"b. SIMULATION: {costs.model.name} on {costs.gpu.name}, at the timestamps of the trace",
-        "",
-    )
-    yield table(("", *runs), _simulation_rows(list(runs.values())))
-    yield ""
     yield (
         "Times are p50/p90/p99. Manager and scheduler are real; the GPU is a roofline model, at "
         f"{costs.step.flops_efficiency:.0%} of peak FLOP/s, "
@@ -309,8 +331,6 @@ def _simulations(section: SimulationSection) -> Iterator[RenderableType]:
             f"{costs.storage_write_bytes_per_s / 1e9:,.1f} GB/s and read at "
             f"{costs.storage_read_bytes_per_s / 1e9:,.1f} GB/s."
         )
-    for name, run in runs.items():
-        yield _check_list(run.checks, f" ({name})")
 
 
 def _simulation_rows(results: Sequence[SimulationResult]) -> Iterator[Sequence[str]]:
@@ -361,27 +381,22 @@ _STORAGE_ROWS: Sequence[tuple[str, Callable[[StorageCounts], str]]] = (
 )
 
 
-def _clusters(section: ClusterSection, costs: CostModel) -> Iterator[RenderableType]:
+def _clusters(section: ClusterSection, costs: CostModel) -> Section:
     runs = section.runs
-    if not runs:
-        return
     config, first = next(iter(section.configs.values())), next(iter(runs.values()))
-    yield from (
-        "",
+    heading = (
         f"PREFILL AND DECODE APART: {config.num_prefill} prefill and {config.num_decode} decode "
-        f"nodes, each {costs.gpu.name}",
-        "",
+        f"nodes, each {costs.gpu.name}"
     )
-    yield table(("", *runs), _cluster_rows(list(runs.values())))
-    yield ""
     when = "before" if config.order == "early" else "when"
-    yield (
+    note = (
         f"Each node has {first.num_blocks:,} blocks of {config.node.block_size} tokens, and "
         f"{costs.network_bytes_per_s / 1e9:,.1f} GB/s to the others. A decode node grants blocks "
         f"{when} the prompt is computed ({config.order})."
     )
-    for name, run in runs.items():
-        yield _check_list(run.checks, f" ({name})")
+    rows = table(("", *runs), _cluster_rows(list(runs.values())))
+    checks = [_check_list(run.checks, f" ({name})") for name, run in runs.items()]
+    return Section("apart", heading, [rows, "", note, *checks])
 
 
 def _cluster_rows(results: Sequence[ClusterResult]) -> Iterator[Sequence[str]]:
@@ -406,20 +421,17 @@ def _cluster_rows(results: Sequence[ClusterResult]) -> Iterator[Sequence[str]]:
     yield _row("scheduler, us CPU per step", lambda r: f"{r.scheduler_us_per_step:.0f}", results)
 
 
-def _real_run(run: RealRun) -> Iterator[RenderableType]:
-    yield from (
-        "",
-        f"c. REAL RUN: {run.requests} requests, scaled down, through the engine and a tiny model",
-        "",
+def _real_run(run: RealRun) -> Section:
+    heading = (
+        f"c. REAL RUN: {run.requests} requests, scaled down, through the engine and a tiny model"
     )
-    yield table(("", *(each.name for each in run.runs)), _real_rows(run.runs))
-    yield ""
-    yield (
+    rows = table(("", *(each.name for each in run.runs)), _real_rows(run.runs))
+    note = (
         f"Each pass has {run.prompt_tokens:,} prompt and {run.output_tokens:,} output tokens. The "
         "reference has room for all requests; the other pools are so small that requests are "
         "preempted and blocks evicted."
     )
-    yield _check_list(run.checks)
+    return Section("real_run", heading, [rows, "", note, _check_list(run.checks)])
 
 
 def _real_rows(passes: Sequence[PassResult]) -> Iterator[Sequence[str]]:
@@ -459,10 +471,10 @@ def _latency_rows(results: Sequence[Latencies]) -> Iterator[Sequence[str]]:
 def _percentiles(values: Percentiles | None, scale: float) -> str:
     if values is None:
         return "-"
-    return "/".join(_short(value * scale) for value in (values.p50, values.p90, values.p99))
+    return "/".join(short(value * scale) for value in (values.p50, values.p90, values.p99))
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Format with three digits: four sets of percentiles share a line."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
@@ -475,5 +487,5 @@ def _check_list(checks: Iterable[Check], suffix: str = "") -> Table:
     """List each check with its verdict; long lines wrap beside the verdict."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for check in checks:
-        grid.add_row(check.verdict, f"{check.name}{suffix}: {check.detail}")
+        grid.add_row(verdict_text(check.verdict), f"{check.name}{suffix}: {check.detail}")
     return grid

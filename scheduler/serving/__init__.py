@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .async_engine import AsyncEngine, OutputStream
     from .llm import LLM
+    from .observer import EndReason, EngineObserver
     from .outputs import GenerationOutput, PrefixHits
     from .params import GenerationParams
     from .sizes import EngineSizes
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "LLM": "llm",
     "AsyncEngine": "async_engine",
+    "EndReason": "observer",
+    "EngineObserver": "observer",
     "EngineSizes": "sizes",
     "GenerationOutput": "outputs",
     "GenerationParams": "params",
@@ -29,6 +32,8 @@ _MODULES = {
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "EndReason",
+    "EngineObserver",
     "EngineSizes",
     "GenerationOutput",
     "GenerationParams",

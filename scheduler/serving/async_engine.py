@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Collection
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Final, TypeVar
 
 from ...kvcache import Tokens
 from ..engine import Engine
-from ..errors import StreamError
-from ..text import TextTokenizer
-from .engine_thread import Delivery, EngineThread
+from ..errors import RequestError, StreamError
+from ..text import Guided, TextTokenizer
+from .engine_thread import Consumer, EngineThread
+from .observer import EngineObserver
 from .outputs import Completion, GenerationOutput
 from .params import GenerationParams
 
@@ -40,6 +43,8 @@ class AsyncEngine:
         tokenizer: TextTokenizer | None = None,
         *,
         eos_token_ids: Collection[int] = (),
+        poll_s: float | None = None,
+        failures: dict[str, str] | None = None,
     ) -> None:
         """Start the thread of an engine.
 
@@ -48,11 +53,13 @@ class AsyncEngine:
             tokenizer: for prompts, outputs and stop strings as text. It decodes where an output is
                 awaited, not on the engine's thread.
             eos_token_ids: tokens that end every output, such as `ModelConfig.eos_token_ids`.
+            poll_s: how often to step an engine without work; None for never.
+            failures: why ended requests have failed, by id; those that were told are removed.
         """
         self.tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._names = itertools.count()
-        self._thread = EngineThread(engine)
+        self._thread = EngineThread(engine, poll_s=poll_s, failures=failures)
 
     def generate(
         self,
@@ -63,13 +70,14 @@ class AsyncEngine:
         priority: int = 0,
         namespace: bytes = b"",
     ) -> OutputStream:
-        """Add a request, and return its outputs as they come.
+        """Add a prompt, and return the outputs of its samples as they come.
 
         Args:
             prompt: text or token ids. The tokens of a chat are those of
                 `TextTokenizer.encode_chat`.
             params: how to continue the prompt.
-            request_id: unique among active requests; default: a new one.
+            request_id: unique among active requests; default: a new one. If there are several
+                samples, the engine calls them ``request_id#0`` and so on.
             priority, namespace: see `Request`.
 
         Raises:
@@ -81,7 +89,7 @@ class AsyncEngine:
         """
         if request_id is None:
             request_id = f"request-{next(self._names)}"
-        request = params.make_request(
+        requests = params.make_requests(
             request_id,
             prompt,
             self.tokenizer,
@@ -89,8 +97,22 @@ class AsyncEngine:
             priority=priority,
             namespace=namespace,
         )
-        completion = Completion(request, self.tokenizer, params.stop)
-        return OutputStream(self, self._thread.submit(request), completion)
+        completions = [
+            Completion(request, self.tokenizer, params.stop, name=request_id, index=index)
+            for index, request in enumerate(requests)
+        ]
+        return OutputStream(self, self._thread.submit(requests), completions, request_id)
+
+    def check_guided(self, guided: Guided) -> None:
+        """Check that outputs can be guided so, and prepare the tokenizer; this may take a second.
+
+        Raises:
+            RequestError: if ``guided`` cannot be compiled, or there is no tokenizer.
+            MissingExtraError: if a library is not installed.
+        """
+        if self.tokenizer is None:
+            raise RequestError("guided output needs a tokenizer, and the engine has none")
+        self.tokenizer.guide(guided, self._eos_token_ids)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Call a function with the engine between two steps, and return its result.
@@ -101,7 +123,24 @@ class AsyncEngine:
             EngineClosedError: after `close`.
             EngineFailedError: if the engine has failed.
         """
-        return await asyncio.wrap_future(self._thread.call(function))
+        return await asyncio.wrap_future(self.submit_call(function))
+
+    def submit_call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Do what `call` does, but return a future at once, from any thread.
+
+        Raises:
+            EngineClosedError, EngineFailedError: see `call`.
+        """
+        return self._thread.call(function)
+
+    def observe(self, observer: EngineObserver) -> None:
+        """Tell an observer about all requests and steps from now on.
+
+        Raises:
+            EngineClosedError: after `close`.
+            EngineFailedError: if the engine has failed.
+        """
+        self._thread.observe(observer)
 
     async def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool:
         """Refuse new requests, end the active ones, and close the engine.
@@ -134,27 +173,39 @@ class AsyncEngine:
 
 
 class OutputStream(AsyncIterator[GenerationOutput]):
-    """The outputs of one request, for one task.
+    """The outputs of one prompt, for one task.
 
-    Each output has all tokens so far, so that an iteration that comes late misses nothing. The last
-    one has a ``finish_reason``. The request is aborted if the iteration is cancelled, and if the
-    stream is closed or dropped before its end.
+    Each output is that of one sample (`GenerationOutput.index`), and has all its tokens so far, so
+    that an iteration that comes late misses nothing. The last one of each sample has a
+    ``finish_reason``; after those of all samples, the iteration ends. The request is aborted if the
+    iteration is cancelled, and if the stream is closed or dropped before its end.
+
+    Attributes:
+        request_id: id of the request.
     """
 
-    def __init__(self, engine: AsyncEngine, delivery: Delivery, completion: Completion) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        consumer: Consumer,
+        completions: Sequence[Completion],
+        request_id: str,
+    ) -> None:
+        self.request_id = request_id
         self._engine = engine  # which is open while a stream is
-        self._delivery = delivery
-        self._completion = completion
-        self._has_ended = False
+        self._consumer = consumer
+        # The samples that have not ended; the first one has waited longest for its turn.
+        self._live = deque(zip(consumer.deliveries, completions, strict=True))
 
     @property
-    def request_id(self) -> str:
-        """Id of the request."""
-        return self._delivery.request.request_id
+    def has_ended(self) -> bool:
+        """Whether there is no further output."""
+        return not self._live
 
     def abort(self) -> None:
-        """End the request, from any thread; the last output has the finish reason "abort"."""
-        self._engine._thread.abort(self._delivery)
+        """End all samples, from any thread; their last outputs have the finish reason "abort"."""
+        for delivery in self._consumer.deliveries:
+            self._engine._thread.abort(delivery)
 
     async def aclose(self) -> None:
         """Abort the request if it runs, and end the iteration."""
@@ -168,47 +219,56 @@ class OutputStream(AsyncIterator[GenerationOutput]):
             EngineFailedError: if the engine has failed.
             StreamError: if another task waits for the stream, or it belongs to another event loop.
         """
-        delivery, loop = self._delivery, asyncio.get_running_loop()
-        if delivery.loop is None:
-            delivery.loop = loop  # before the first look, so that no change goes unnoticed
+        consumer, loop = self._consumer, asyncio.get_running_loop()
+        if consumer.loop is None:
+            consumer.loop = loop  # before the first look, so that no change goes unnoticed
         self._check_consumer(loop)
         try:
-            while not self._has_ended:
+            while self._live:
                 if (output := self._take()) is not None:
                     return output
-                delivery.waiter = loop.create_future()
-                await delivery.waiter
+                consumer.waiter = loop.create_future()
+                await consumer.waiter
         except BaseException:
             self._close()
             raise
         finally:
-            delivery.waiter = None
+            consumer.waiter = None
         raise StopAsyncIteration
 
     def _check_consumer(self, loop: asyncio.AbstractEventLoop) -> None:
         name = f"the stream of request {self.request_id!r}"
-        if self._delivery.loop is not loop:
+        if self._consumer.loop is not loop:
             raise StreamError(f"{name} belongs to another event loop")
-        if self._delivery.waiter is not None:
+        if self._consumer.waiter is not None:
             raise StreamError(f"{name} is in use by another task")
 
     def _take(self) -> GenerationOutput | None:
-        delivery = self._delivery
-        if delivery.error is not None:
-            self._has_ended = True
-            raise delivery.error
-        reason = delivery.finish_reason  # first: then the number of tokens is final
-        output = self._completion.take(delivery.num_tokens, reason)
-        if output is not None and output.finish_reason is not None:
-            self._close()  # a stop string may end it while the engine goes on
-        return output
+        """Return the next output that is there; samples take turns."""
+        live = self._live
+        for _ in range(len(live)):
+            delivery, completion = live[0]
+            if delivery.error is not None:
+                live.clear()
+                raise delivery.error
+            reason = delivery.finish_reason  # first: then the number of tokens is final
+            output = completion.take(delivery.num_tokens, reason)
+            if output is not None and output.finish_reason is not None:
+                live.popleft()
+                if reason is None:  # a stop string ends it while the engine goes on
+                    self._engine._thread.abort(delivery, output.finish_reason)
+            else:
+                live.rotate(-1)
+            if output is not None:
+                return output
+        return None
 
     def _close(self) -> None:
-        if not self._has_ended:
-            self._has_ended = True
-            if self._delivery.finish_reason is None:
-                self.abort()
+        for delivery, _ in self._live:
+            if delivery.finish_reason is None:
+                self._engine._thread.abort(delivery)
+        self._live.clear()
 
     def __del__(self) -> None:
-        if hasattr(self, "_has_ended"):
+        if hasattr(self, "_live"):
             self._close()

@@ -12,7 +12,7 @@ engine appends them; the thread publishes how many there are::
     is_posted?  yes        wake: is_posted = False, then read 9 tokens at once
 
 Only the engine thread sets `is_posted`, after it has written the state. Only the loop clears it,
-before it reads the state. So no change is missed, and a loop has one wake-up of a request at most.
+before it reads the state. So no change is missed, and a loop has one wake-up of a consumer at most.
 """
 
 from __future__ import annotations
@@ -28,32 +28,26 @@ from typing import TypeVar
 
 from ...kvcache import RadixKVError
 from ..engine import Engine
-from ..errors import EngineClosedError, EngineFailedError, SchedulerError
+from ..errors import EngineClosedError, EngineFailedError, HandoffFailedError, SchedulerError
 from ..request import FinishReason, Request
+from .observer import EndReason, EngineObserver
 
 T = TypeVar("T")
 
 
-class Delivery:
-    """A request's state, written by the engine thread and read by one consumer without a lock.
+class Consumer:
+    """Where one task waits for the samples of a prompt.
 
     Attributes:
-        request: the request; after `submit`, only the engine thread changes it.
-        num_tokens: number of tokens that the consumer may read. It is written before
-            `finish_reason`, and read after it.
-        finish_reason: set when `num_tokens` is final.
-        error: why the request was refused, or failed.
+        deliveries: a request for each sample.
         loop, waiter: set by the consumer: its event loop, and the future that it waits for.
         is_posted: whether a wake-up is on its way to the loop.
     """
 
-    __slots__ = ("error", "finish_reason", "is_posted", "loop", "num_tokens", "request", "waiter")
+    __slots__ = ("deliveries", "is_posted", "loop", "waiter")
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.num_tokens = 0
-        self.finish_reason: FinishReason | None = None
-        self.error: RadixKVError | None = None
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self.deliveries = [Delivery(request, self) for request in requests]
         self.loop: asyncio.AbstractEventLoop | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.is_posted = False
@@ -65,6 +59,28 @@ class Delivery:
             self.waiter.set_result(None)
 
 
+class Delivery:
+    """A request's state, written by the engine thread and read by one consumer without a lock.
+
+    Attributes:
+        request: the request; after `submit`, only the engine thread changes it.
+        consumer: who reads it.
+        num_tokens: number of tokens that the consumer may read. It is written before
+            `finish_reason`, and read after it.
+        finish_reason: set when `num_tokens` is final.
+        error: why the request was refused, or failed.
+    """
+
+    __slots__ = ("consumer", "error", "finish_reason", "num_tokens", "request")
+
+    def __init__(self, request: Request, consumer: Consumer) -> None:
+        self.request = request
+        self.consumer = consumer
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.error: RadixKVError | None = None
+
+
 class EngineThread:
     """Owns an engine, and runs it on a thread of its own until it is closed or fails.
 
@@ -74,9 +90,25 @@ class EngineThread:
         ended: done when the thread has ended; its result is that of `Engine.close`.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        poll_s: float | None = None,
+        failures: dict[str, str] | None = None,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            engine: the engine.
+            poll_s: how often to step an engine without work; None for never.
+            failures: why ended requests have failed, by id; the thread removes what it has told.
+        """
+        self._poll_s = poll_s
+        self._failures = {} if failures is None else failures
         self.ended: Future[bool] = Future()
         self.ended.set_running_or_notify_cancel()  # so that no waiter can cancel it
+        self._observers: tuple[EngineObserver, ...] = ()
         self._engine = engine
         # A SimpleQueue is reentrant: a finalizer may put a command while another is being put.
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -92,22 +124,40 @@ class EngineThread:
         atexit.register(self._close_at_exit)
         self._thread.start()
 
-    def submit(self, request: Request) -> Delivery:
-        """Add a request to the engine.
+    def submit(self, requests: Sequence[Request]) -> Consumer:
+        """Add the requests of one consumer to the engine; it refuses all of them or none.
 
         Raises:
             EngineClosedError, EngineFailedError: after `close`, or a failure.
         """
-        delivery = Delivery(request)
+        consumer = Consumer(requests)
         with self._lock:
             self._check_open()
-            self._deliveries.add(delivery)
-            self._commands.put(partial(self._add, delivery))
-        return delivery
+            self._deliveries.update(consumer.deliveries)
+            for observer in self._observers:
+                for request in requests:
+                    observer.request_submitted(request)
+            self._commands.put(partial(self._add, consumer))
+        return consumer
 
-    def abort(self, delivery: Delivery) -> None:
-        """End a request before the next step; without effect if it has ended."""
-        self._commands.put(partial(self._abort, delivery))
+    def abort(self, delivery: Delivery, reason: FinishReason = "abort") -> None:
+        """End a request before the next step; without effect if it has ended.
+
+        Args:
+            delivery: the request.
+            reason: what observers are told: "stop" if its consumer found a stop string.
+        """
+        self._commands.put(partial(self._abort, delivery, reason))
+
+    def observe(self, observer: EngineObserver) -> None:
+        """Tell an observer about all requests and steps from now on, until the thread ends.
+
+        Raises:
+            EngineClosedError, EngineFailedError: after `close`, or a failure.
+        """
+        with self._lock:
+            self._check_open()
+            self._observers += (observer,)
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Call a function with the engine between two steps.
@@ -154,40 +204,56 @@ class EngineThread:
             while not self._is_closing or self._engine.has_work:
                 self._obey()
                 if self._engine.has_work:
+                    for observer in self._observers:
+                        observer.step_begins()
+                    self._publish(self._engine.step())
+                elif self._poll_s is not None:
                     self._publish(self._engine.step())
         except BaseException as error:  # whatever it is, nobody may wait for ever
             self._fail(error)
-        atexit.unregister(self._close_at_exit)
+        for observer in self._observers:
+            observer.engine_ended(self._engine)
         try:
-            self.ended.set_result(self._engine.close(timeout_s=self._timeout_s))
+            closed = self._engine.close(timeout_s=self._timeout_s)
         except BaseException as error:
             self.ended.set_exception(error)
+        else:
+            self.ended.set_result(closed)
+        atexit.unregister(self._close_at_exit)  # only now: a thread that ends within JAX aborts
 
     def _obey(self) -> None:
         """Execute the commands that are there; wait for one if the engine has no work."""
         block = not self._engine.has_work
         while True:
             try:
-                command = self._commands.get(block)
+                command = self._commands.get(block, self._poll_s)
             except Empty:
                 return
             command()
             block = False
 
-    def _add(self, delivery: Delivery) -> None:
+    def _add(self, consumer: Consumer) -> None:
+        added: list[Delivery] = []
         try:
-            self._engine.add_request(delivery.request)
+            for delivery in consumer.deliveries:
+                self._engine.add_request(delivery.request)
+                added.append(delivery)
         except RadixKVError as error:
-            delivery.error = error
-            self._forget(delivery)
-            self._post([delivery])
+            for delivery in added:
+                self._engine.abort(delivery.request.request_id)
+                self._failures.pop(delivery.request.request_id, None)
+            for delivery in consumer.deliveries:
+                delivery.error = error
+                self._forget(delivery, "refused")
+            self._post(consumer.deliveries)
         else:
-            self._active[delivery.request.request_id] = delivery
+            self._active.update((each.request.request_id, each) for each in added)
 
-    def _abort(self, delivery: Delivery) -> None:
+    def _abort(self, delivery: Delivery, reason: FinishReason = "abort") -> None:
         request_id = delivery.request.request_id
         if self._active.get(request_id) is delivery and self._engine.abort(request_id):
-            self._end(delivery)
+            self._failures.pop(request_id, None)
+            self._end(delivery, reason)
             self._post([delivery])
 
     def _call(self, function: Callable[[Engine], T], future: Future[T]) -> None:
@@ -211,42 +277,58 @@ class EngineThread:
         for request in ended:
             delivery = self._active.get(request.request_id)
             if delivery is not None:
-                self._end(delivery)
+                assert request.finish_reason is not None, f"{request!r} has not ended"
+                if request.request_id in self._failures:
+                    self._end_failed(delivery, self._failures.pop(request.request_id))
+                else:
+                    self._end(delivery, request.finish_reason)
                 changed.append(delivery)
-        for request in self._engine.scheduler.running:
+        for request in self._engine.advanced:
             delivery = self._active.get(request.request_id)
             if delivery is not None and delivery.num_tokens != len(request.output_tokens):
                 delivery.num_tokens = len(request.output_tokens)
                 changed.append(delivery)
         self._post(changed)
+        for observer in self._observers:
+            observer.step_ended(self._engine, self._engine.scheduler.running)
 
-    def _end(self, delivery: Delivery) -> None:
+    def _end(self, delivery: Delivery, reason: FinishReason) -> None:
         request = delivery.request
         del self._active[request.request_id]
         delivery.num_tokens = len(request.output_tokens)
         delivery.finish_reason = request.finish_reason
-        self._forget(delivery)
+        self._forget(delivery, reason)
 
-    def _forget(self, delivery: Delivery) -> None:
+    def _end_failed(self, delivery: Delivery, reason: str) -> None:
+        request_id = delivery.request.request_id
+        del self._active[request_id]
+        delivery.error = HandoffFailedError(f"request {request_id!r}: {reason}")
+        self._forget(delivery, "error")
+
+    def _forget(self, delivery: Delivery, reason: EndReason) -> None:
         with self._lock:
             self._deliveries.discard(delivery)
+        for observer in self._observers:
+            observer.request_ended(delivery.request, reason)
 
     def _post(self, deliveries: Iterable[Delivery]) -> None:
         """Wake the consumers of changed requests, those of an event loop with one call."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[Delivery]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[Consumer]] = {}
         for delivery in deliveries:
-            loop = delivery.loop
+            consumer = delivery.consumer
+            loop = consumer.loop
             # A loop that is closed may not have come to its last wake-up.
-            if loop is not None and (not delivery.is_posted or loop.is_closed()):
-                delivery.is_posted = True
-                by_loop.setdefault(loop, []).append(delivery)
-        for loop, changed in by_loop.items():
+            if loop is not None and (not consumer.is_posted or loop.is_closed()):
+                consumer.is_posted = True
+                by_loop.setdefault(loop, []).append(consumer)
+        for loop, consumers in by_loop.items():
             try:
-                loop.call_soon_threadsafe(_wake, changed)
+                loop.call_soon_threadsafe(_wake, consumers)
             except RuntimeError:  # the loop is closed: nobody will read on
-                for delivery in changed:
-                    delivery.loop = None
-                    self._abort(delivery)
+                for consumer in consumers:
+                    consumer.loop = None
+                    for delivery in consumer.deliveries:
+                        self._abort(delivery)
 
     def _fail(self, error: BaseException) -> None:
         """Refuse everything from now on, and raise the error in all who wait."""
@@ -257,15 +339,17 @@ class EngineThread:
         self._active.clear()
         for delivery in deliveries:
             delivery.error = _failed(error)
+            for observer in self._observers:
+                observer.request_ended(delivery.request, "error")
         self._post(deliveries)
         for call in calls:
             if call.running() or call.set_running_or_notify_cancel():
                 call.set_exception(_failed(error))
 
 
-def _wake(deliveries: Iterable[Delivery]) -> None:
-    for delivery in deliveries:
-        delivery.wake()
+def _wake(consumers: Iterable[Consumer]) -> None:
+    for consumer in consumers:
+        consumer.wake()
 
 
 def _failed(error: BaseException) -> EngineFailedError:

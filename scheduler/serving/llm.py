@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
-from ...kvcache import Tokens
-from ..engine import Engine
+from ...kvcache import EventBatch, HostConfig, Tokens
+from ...kvcache.storage import Storage
+from ..engine import Engine, make_storage_namespace
 from ..errors import EngineClosedError, RequestError
 from ..models import load_model
+from ..models.weights_digest import weights_digest
 from ..request import Request
 from ..text import TextTokenizer, locate_model
 from .async_engine import DEFAULTS, AsyncEngine
@@ -51,6 +54,11 @@ class LLM:
         max_running: int | None = None,
         token_budget: int | None = None,
         memory_fraction: float | None = None,
+        on_events: Callable[[EventBatch], object] | None = None,
+        host_memory: int | None = None,
+        host: HostConfig | None = None,
+        storage: Storage | str | None = None,
+        **options: Any,
     ) -> None:
         """Load a model, allocate its blocks, and compile its programs.
 
@@ -66,12 +74,21 @@ class LLM:
             token_budget: most tokens of a step; default: 1,024, or 256 on a CPU.
             memory_fraction: part of the device's memory that weights and blocks may take together;
                 default: 0.9, or 0.3 on a CPU.
+            on_events: takes the KV events of each step; see `Engine`.
+            host_memory: bytes of the host tier, which keeps blocks that the device evicts; default:
+                none, or with storage as many blocks as the device has, in at most a tenth of the
+                machine's memory.
+            host: the host tier in blocks, with its write policy, instead of host_memory.
+            storage: URL of the storage, which keeps blocks for later processes, such as
+                ``file:///var/tmp/blocks``; see `open_storage`. Or a storage that the caller closes.
+            **options: other options of `Engine`, such as ``preempt`` and ``reserve_tokens``.
 
         Raises:
             ModelNotFoundError: if there is no such model, or no network to load it.
             CheckpointError: if the model cannot be loaded.
             MissingExtraError: if a library of the extra ``text`` is needed and not installed.
             ConfigError, CountError: for sizes that cannot work, or do not fit the memory.
+            StorageError: if the storage cannot be opened.
         """
         directory = locate_model(model, revision)
         has_tokenizer = (directory / "tokenizer.json").exists()
@@ -89,8 +106,18 @@ class LLM:
             max_running=max_running,
             token_budget=token_budget,
             memory_fraction=memory_fraction,
+            host_memory=host_memory,
+            has_storage=storage is not None and host is None,
         )
+        if host is not None:
+            self.sizes = replace(self.sizes, host_blocks=host.num_blocks)
+        elif self.sizes.host_blocks:
+            host = HostConfig(self.sizes.host_blocks)
         _LOGGER.info("%s: %s", model, self.sizes)
+        namespace = None
+        if storage is not None:
+            revision = weights_digest(directory)
+            namespace = make_storage_namespace(loaded, revision, self.sizes.block_size)
         self.engine = Engine(
             loaded,
             block_size=self.sizes.block_size,
@@ -98,6 +125,11 @@ class LLM:
             token_budget=self.sizes.token_budget,
             max_running=self.sizes.max_running,
             max_model_len=self.sizes.max_model_len,
+            on_events=on_events,
+            host=host,
+            storage=storage,
+            storage_namespace=namespace,
+            **options,
         )
         self._name = str(model)
         self._eos_token_ids = loaded.config.eos_token_ids
@@ -110,6 +142,9 @@ class LLM:
         params: GenerationParams | Sequence[GenerationParams] = DEFAULTS,
     ) -> list[GenerationOutput]:
         """Complete prompts, and return their outputs in order.
+
+        If there are several samples of a prompt (`GenerationParams.n`), its output is the first of
+        them, and `GenerationOutput.samples` has all.
 
         Args:
             prompts: one text, or a list of prompts: each a text, or token ids.
@@ -126,7 +161,13 @@ class LLM:
         all_params = [params] * len(prompts) if isinstance(params, GenerationParams) else params
         if len(all_params) != len(prompts):
             raise RequestError(f"got params for {len(all_params)} of {len(prompts)} prompts")
-        return self._run([self._begin(*each) for each in zip(prompts, all_params, strict=True)])
+        begun = [self._begin(*each) for each in zip(prompts, all_params, strict=True)]
+        outputs = iter(self._run([sample for samples in begun for sample in samples]))
+        result = []
+        for samples in begun:
+            first, *others = [next(outputs) for _ in samples]
+            result.append(replace(first, others=tuple(others)))
+        return result
 
     def chat(
         self,
@@ -153,8 +194,24 @@ class LLM:
         encode = self.tokenizer.encode_chat
         return self.generate([encode(each, **variables) for each in conversations], params)
 
+    def close(self, *, timeout_s: float = 30.0) -> bool:
+        """Finish the copies between the tiers, and close the storage; see `Engine.close`.
+
+        Not after `serve`: the `AsyncEngine` does it.
+        """
+        return self._is_served or self.engine.close(timeout_s=timeout_s)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def serve(self) -> AsyncEngine:
-        """Start an `AsyncEngine` over the engine, which `generate` can no longer use."""
+        """Start an `AsyncEngine` over the engine, which `generate` can no longer use.
+
+        It closes the engine, with its tiers.
+        """
         if self._is_served:
             raise EngineClosedError("the engine is served by an AsyncEngine")
         self._is_served = True
@@ -163,10 +220,14 @@ class LLM:
     def __repr__(self) -> str:
         return f"LLM({self._name!r}: {self.sizes})"
 
-    def _begin(self, prompt: Prompt, params: GenerationParams) -> tuple[Request, Completion]:
-        request_id = f"prompt-{next(self._numbers)}"
-        request = params.make_request(request_id, prompt, self.tokenizer, self._eos_token_ids)
-        return request, Completion(request, self.tokenizer, params.stop)
+    def _begin(self, prompt: Prompt, params: GenerationParams) -> list[tuple[Request, Completion]]:
+        """Make a request for each sample of a prompt."""
+        name = f"prompt-{next(self._numbers)}"
+        requests = params.make_requests(name, prompt, self.tokenizer, self._eos_token_ids)
+        return [
+            (request, Completion(request, self.tokenizer, params.stop, name=name, index=index))
+            for index, request in enumerate(requests)
+        ]
 
     def _run(self, begun: Sequence[tuple[Request, Completion]]) -> list[GenerationOutput]:
         completions = {request.request_id: completion for request, completion in begun}

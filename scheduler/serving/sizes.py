@@ -38,6 +38,7 @@ class EngineSizes:
         used_bytes: memory in use before the blocks are allocated, most of it the weights.
         bytes_per_block: keys and values of a block in all layers.
         memory_bytes: memory of the device.
+        host_blocks: number of blocks of the host tier; 0 for none.
     """
 
     block_size: int
@@ -48,14 +49,19 @@ class EngineSizes:
     used_bytes: int
     bytes_per_block: int
     memory_bytes: int
+    host_blocks: int = 0
 
     def __str__(self) -> str:
         total = self.used_bytes + (self.num_blocks + 1) * self.bytes_per_block  # and the padding
+        host = ""
+        if self.host_blocks:
+            num_bytes = (self.host_blocks + 1) * self.bytes_per_block
+            host = f"; {self.host_blocks:,} blocks on the host take {_bytes(num_bytes)}"
         return (
             f"{_bytes(self.used_bytes)} of weights and {self.num_blocks:,} blocks of "
             f"{self.block_size} tokens take {_bytes(total)} of {_bytes(self.memory_bytes)} "
             f"({total / self.memory_bytes:.0%}); {self.max_running} requests at a time, of up to "
-            f"{self.max_model_len:,} tokens, {self.token_budget:,} tokens per step"
+            f"{self.max_model_len:,} tokens, {self.token_budget:,} tokens per step{host}"
         )
 
 
@@ -100,6 +106,8 @@ def choose_sizes(
     max_running: int | None = None,
     max_model_len: int | None = None,
     memory_fraction: float | None = None,
+    host_memory: int | None = None,
+    has_storage: bool = False,
 ) -> EngineSizes:
     """Return the given sizes, and defaults for the others.
 
@@ -114,6 +122,9 @@ def choose_sizes(
         memory_fraction: part of the memory that weights and blocks may take together; default: 0.9,
             or 0.3 on a CPU, whose memory others need as well. It does not limit `num_blocks` if
             that is given.
+        host_memory: bytes of the host tier; default: none, or with storage as many blocks as the
+            device has, in at most a tenth of the machine's memory.
+        has_storage: whether there is storage, which needs a host tier.
 
     Raises:
         ConfigError: for a fraction that is none, or if there is no room for a block.
@@ -135,6 +146,17 @@ def choose_sizes(
             )
         longest = min(max_model_len or config.max_positions, room * block_size)
         num_blocks = min(room, max_running * -(-longest // block_size))
+    if host_memory is None and has_storage:
+        host_memory = min((num_blocks + 1) * bytes_per_block, machine_memory() // 10)
+    host_blocks = 0
+    if host_memory is not None:
+        host_blocks = host_memory // bytes_per_block - 1  # a block more is the padding
+        if host_blocks < 1:
+            raise ConfigError(
+                f"host_memory of {host_memory:,} bytes has no room for blocks of "
+                f"{_bytes(bytes_per_block)}: 2 need {2 * bytes_per_block:,} bytes, one of them as "
+                "padding"
+            )
     return EngineSizes(
         block_size=block_size,
         num_blocks=num_blocks,
@@ -144,6 +166,7 @@ def choose_sizes(
         used_bytes=memory.used_bytes,
         bytes_per_block=bytes_per_block,
         memory_bytes=memory.num_bytes,
+        host_blocks=host_blocks,
     )
 
 

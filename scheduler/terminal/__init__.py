@@ -1,1 +1,1 @@
-"""What commands share about the terminal: Rich consoles, tables, and ctrl-C."""
+"""What commands share about the terminal: Rich consoles, tables, logs, and ctrl-C."""

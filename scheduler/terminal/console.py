@@ -18,6 +18,8 @@ from rich.text import Text
 PIPE_WIDTH: Final = 100
 """Width in columns where the output is not a terminal: files, pipes and tests see stable text."""
 
+_VERDICT_STYLES: Final = {"PASS": "bold green", "FAIL": "bold red", "SKIP": "bold yellow"}
+
 
 class _Console(Console):
     """A console that leaves a broken pipe to its caller; Rich would end the process."""
@@ -71,6 +73,11 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     for row in cells:
         made.add_row(*row)
     return made
+
+
+def verdict_text(word: str) -> Text:
+    """Return PASS, FAIL or SKIP in the colour that a terminal shows it in."""
+    return Text(word, style=_VERDICT_STYLES[word])
 
 
 def _plain(is_terminal: bool, **options: Any) -> Console:

@@ -1,10 +1,14 @@
-"""Delay of ctrl-C while modules are loaded or processes are started."""
+"""Ctrl-C while modules are loaded, processes are started, or an engine is made."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
+
+_STATUS: Final = 130
 
 
 @contextmanager
@@ -19,3 +23,25 @@ def hold_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def exit_on_interrupt() -> Iterator[None]:
+    """Let ctrl-C end the process at once, with exit status 130, until the end of the block.
+
+    For what loads a model or compiles programs, and has nothing yet that must be closed. JAX calls
+    Python from its own code there, such as at a garbage collection. A `KeyboardInterrupt` raised in
+    such a call is printed and lost. And an interpreter that ends in the middle of a compilation may
+    crash, because its threads go on.
+    """
+    before = signal.signal(signal.SIGINT, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _exit(*_: object) -> None:
+    # Not `print`, which may be what was interrupted. A terminal's line may be half full.
+    os.write(2, (b"\n" if os.isatty(2) else b"") + b"radixkv: interrupted\n")
+    os._exit(_STATUS)

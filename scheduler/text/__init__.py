@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .detokenizer import Detokenizer
     from .errors import ChatTemplateError, ModelNotFoundError
+    from .guided import Guided
     from .hub import locate_model
     from .tokenizer import TextTokenizer
 
 _MODULES = {
     "ChatTemplateError": "errors",
     "Detokenizer": "detokenizer",
+    "Guided": "guided",
     "ModelNotFoundError": "errors",
     "TextTokenizer": "tokenizer",
     "locate_model": "hub",
@@ -25,6 +27,7 @@ _MODULES = {
 __all__ = [
     "ChatTemplateError",
     "Detokenizer",
+    "Guided",
     "ModelNotFoundError",
     "TextTokenizer",
     "locate_model",

@@ -15,8 +15,10 @@ class OutputText:
         text: text so far; it ends before what may be the begin of a stop string.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], min_tokens: int = 0) -> None:
+        """Begin without tokens; no stop string is one that ends in the first `min_tokens`."""
         self.text = ""
+        self._num_early = min_tokens
         self._detokenizer = detokenizer
         self._stop = StopStrings(stop)
 
@@ -35,7 +37,10 @@ class OutputText:
             detokenizer.push(tokens)
         for number, token in enumerate(tokens if self._stop else (), start=1):
             detokenizer.push([token])
-            if self._is_cut():
+            if self._num_early > 0:
+                self._num_early -= 1
+                self._stop.skip(detokenizer.text)
+            elif self._is_cut():
                 return number
         if is_end:
             detokenizer.finish()

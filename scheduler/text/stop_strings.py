@@ -12,6 +12,7 @@ class StopStrings:
         self._strings = tuple(strings)
         self._longest = max(map(len, self._strings), default=0)
         self._searched = 0  # characters that were searched, and will not change
+        self._skipped = 0  # characters in which no string may end
 
     def __bool__(self) -> bool:
         return bool(self._strings)
@@ -27,8 +28,16 @@ class StopStrings:
         start = max(0, self._searched - self._longest + 1)
         tail = text[start:] + pending
         self._searched = len(text)
-        places = [place for string in self._strings if (place := tail.find(string)) >= 0]
+        places = [
+            place
+            for string in self._strings
+            if (place := tail.find(string, max(0, self._skipped - len(string) + 1 - start))) >= 0
+        ]
         return start + min(places) if places else None
+
+    def skip(self, text: str) -> None:
+        """Find no string that ends in this text, which is the text so far."""
+        self._searched = self._skipped = len(text)
 
     def count_held(self, text: str) -> int:
         """Return the length of the longest end of a text that may be the begin of a stop string."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from ..errors import RequestError
 from ..models import CheckpointFileError, load_tokenizer
 from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer
+from .guided import Guided, GuideMaker, TokenGuide
 
 
 class TextTokenizer:
@@ -31,6 +34,15 @@ class TextTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = ChatTemplate(directory)
+        self._lock = threading.Lock()
+        self._guide_makers: dict[frozenset[int], GuideMaker] = {}
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        """Length of the longest token in characters: a text has at least ``1 / max_token_chars``
+        tokens per character, unless its normalizer shortens it.
+        """
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt, with the special tokens that the tokenizer adds.
@@ -57,7 +69,31 @@ class TextTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens, without special ones."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        [text] = self._tokenizer.decode_batch([list(tokens)], skip_special_tokens=True)
+        return text
+
+    def name(self, token: int) -> str:
+        """Return the text of one token, also of a special one; not all are whole characters."""
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def guide(self, guided: Guided, end_token_ids: Collection[int]) -> TokenGuide:
+        """Return which tokens may follow, from the begin of a guided output.
+
+        The first call for the same end tokens reads the vocabulary, in up to a second.
+
+        Args:
+            guided: what the text must be.
+            end_token_ids: tokens that end the output, once the text may end.
+
+        Raises:
+            RequestError: for a grammar that cannot be compiled, or without end tokens.
+            MissingExtraError: if the library ``llguidance`` is not installed.
+        """
+        ends = frozenset(end_token_ids)
+        with self._lock:
+            if ends not in self._guide_makers:
+                self._guide_makers[ends] = GuideMaker(self._tokenizer, ends)
+        return self._guide_makers[ends].make(guided)
 
     def detokenizer(self) -> Detokenizer:
         """Return a decoder of tokens that come one after another."""
@@ -70,4 +106,8 @@ class TextTokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not text: {error}") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # A batch, because `encode` holds the GIL.
+        [encoding] = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return list(encoding.ids)

@@ -119,7 +119,8 @@ last refusal, ``begin_step()`` (a step was dispatched that reads the block table
 and ``end_step()`` (the first step in flight has ended), ``misuse(kind, name)``, which makes a wrong
 call and checks that it is refused, and ``check()`` for the manager's own invariants, and
 ``size() -> int``, the number of references that the manager holds: see
-``radixkv.spec.adapters.references.count_references``.
+``radixkv.spec.adapters.references.count_references``, and ``kv_events()`` and ``replay(seq)``, the
+batches of KV events (``radixkv.spec.model.events.Batch``) since the last call, or again.
 
 The factory itself, a function or a class, may have ``block_sizes`` and ``pool_sizes``: the block
 sizes and numbers of blocks to choose from, if the manager does not have all of them.

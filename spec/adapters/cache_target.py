@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
+from ..model.events import Batch
 from ..rules.cache import C3, D3, S4, W6
 from ..rules.rule import Violation, require
 from .cache import AdapterError, Events, Factory, Promises, Snapshot, call
@@ -51,7 +52,7 @@ class Target:
         if not isinstance(self.promises, Promises):
             raise AdapterError(f"promises must be radixkv.spec.Promises, got {self.promises!r}")
         optional = ("match", "append_batch", "evict", "reset", "misuse", "check", "refusal",
-                    "size", "begin_step", "end_step")  # fmt: skip
+                    "size", "begin_step", "end_step", "kv_events", "replay")  # fmt: skip
         self.can = {name for name in optional if callable(getattr(self._adapter, name, None))}
         self._new_size = self._size() if depth == "api" else 0
 
@@ -137,6 +138,14 @@ class Target:
     def snapshot(self) -> Snapshot:
         """Return the complete state of the manager."""
         return self._ask(Snapshot, "a radixkv.spec.Snapshot", "snapshot")
+
+    def kv_events(self) -> list[Batch]:
+        """Return the batches of KV events since the last call."""
+        return self._ask(list, "a list of batches", "kv_events")
+
+    def replay(self, seq: int) -> list[Batch]:
+        """Return the batches of KV events from number seq on again."""
+        return self._ask(list, "a list of batches", "replay", seq)
 
     def run(self, method: Literal["reset", "check", "begin_step", "end_step"]) -> None:
         """Call a method without arguments or result."""

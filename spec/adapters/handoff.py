@@ -50,6 +50,11 @@ class Message:
         position, hits: of a Commit: length of the prompt, and how many of its tokens P had cached.
         is_final: whether a PrefillFailed says that every other attempt would fail too.
         has_no_room: whether a Refuse or a PrefillFailed is for lack of room now.
+        reports: of a message from D to the gateway: the attempts of which it has tokens before
+            their ends.
+        follows: whether it asks D for such reports on its attempt.
+        is_failure: whether it says that a node has given the attempt up, and neither for lack of
+            room nor because the other node is lost.
     """
 
     kind: str
@@ -63,6 +68,9 @@ class Message:
     hits: int = 0
     is_final: bool = False
     has_no_room: bool = False
+    is_failure: bool = False
+    reports: tuple[str, ...] = ()
+    follows: bool = False
 
 
 class Part(NamedTuple):
@@ -337,6 +345,18 @@ class Answer(NamedTuple):
     hits: int
 
 
+class Told(NamedTuple):
+    """The gateway tells a client its tokens before the answer.
+
+    Attributes:
+        name: the client's name of the request.
+        tokens: all tokens so far.
+    """
+
+    name: str
+    tokens: Tokens
+
+
 class Gateway(Protocol):
     """The gateway: it finds nodes for each request, and answers it."""
 
@@ -365,6 +385,9 @@ class Gateway(Protocol):
 
     def take_messages(self) -> Sequence[Send]:
         """Return the messages since the last call, in order."""
+
+    def take_told(self) -> Sequence[Told]:
+        """Return what clients were told since the last call; nothing if they do not stream."""
 
     def take_answers(self) -> Sequence[Answer]:
         """Return the answers since the last call."""

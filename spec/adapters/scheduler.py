@@ -22,6 +22,7 @@ class Submission:
         stop: tokens that end the request.
         namespace: requests share blocks only within a namespace.
         first_token: token that a prefill node has generated, for a decode node.
+        sample_of: name of the first sample of the same prompt, or "".
     """
 
     name: str
@@ -31,6 +32,7 @@ class Submission:
     stop: Sequence[int]
     namespace: bytes
     first_token: int = -1
+    sample_of: str = ""
 
 
 class Received(NamedTuple):
@@ -183,6 +185,7 @@ class SchedulerPromises:
         hits: Q11; what was computed can be hit, as long as its blocks are not handed out again. A
             hit may leave one token to compute.
         hits_last: Q11; a hit may include the block of the last token.
+        copies: Q39; a sample copies the last block of its prompt. The adapter has ``copies``.
         exact: Q36; `available` counts every block that no running request holds, after each call.
         max_overtaken: Q6; most later requests that are admitted while a request waits, or None.
     """
@@ -200,6 +203,7 @@ class SchedulerPromises:
     publish_on_compute: bool = False
     hits: bool = False
     hits_last: bool = False
+    copies: bool = False
     exact: bool = False
     max_overtaken: int | None = None
 
@@ -221,5 +225,7 @@ The adapter has the methods of `Scheduler`, and those of `TieredScheduler` if th
 ``"host_blocks"``. If ``"decode"`` is 1, it may have those of `TieredDecodeScheduler` too. It may
 also have `promises`, ``counts() -> dict`` (counters with the names of the fields of `Books`),
 ``misuse(kind, name) -> bool`` (make a wrong call, perhaps with a wrong name; return whether it was
-refused) and ``check()`` for its own invariants.
+refused), ``check()`` for its own invariants, and, if it shares the blocks of several samples of a
+prompt, ``copies()``: the blocks (name, owner, source, destination) that the last planned step
+copies from request `owner` to request `name` before it computes.
 """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
-from ..model.scheduler import Reason
+from ..model.scheduler import BlockCopy, Reason
 from ..rules.cache import C3
 from ..rules.rule import require
 from ..rules.scheduler import Q35
@@ -104,7 +104,7 @@ class SchedulerTarget:
             raise AdapterError(
                 f"promises must be radixkv.spec.SchedulerPromises, got {self.promises!r}"
             )
-        optional = ("counts", "misuse", "check", *more)
+        optional = ("counts", "misuse", "check", "copies", *more)
         self.can = {name for name in optional if callable(getattr(self._adapter, name, None))}
         for method, kind in _KINDS.items():
             setattr(self, method, partial(self._ask, kind, method))
@@ -132,6 +132,11 @@ class SchedulerTarget:
             raise AdapterError(
                 f"schedule must return chunks (name, start, length), got {chunks!r}"
             ) from None
+
+    def copies(self) -> dict[str, BlockCopy]:
+        """Return the copies of the last planned step by name; none if the adapter has none."""
+        copies = [BlockCopy(*each) for each in self._call("copies")] if "copies" in self.can else []
+        return {copy.name: copy for copy in copies}
 
     def update(self, tokens: Sequence[int]) -> list[str]:
         """See `Scheduler.update`."""

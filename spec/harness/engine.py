@@ -65,6 +65,7 @@ class Subject(Protocol):
     def world(self, config: Config) -> World:
         """Make an empty world."""
 
+    # Optional: `case_lengths` has numbers of operations, one of which each world gets.
     # Optional: `simpler(trace) -> Iterator[Trace]` yields traces that shrinking should try.
 
 

@@ -52,6 +52,7 @@ class Request:
         stop: tokens that end it.
         deadline: time until which it must be answered.
         attempts: its attempts by the present gateway.
+        failed: those that a node has given up, as the gateway has heard.
         is_hopeless: whether no attempt can succeed.
     """
 
@@ -62,6 +63,7 @@ class Request:
     stop: Tokens = ()
     deadline: int = 0
     attempts: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
     is_hopeless: bool = False
 
     @property
@@ -103,6 +105,8 @@ class Requests:
         self._started: set[str] = set()
         self._offered: set[Hashable] = set()
         self._has_arrived: dict[Hashable, bool] = {}  # of messages, as their senders know
+        self._followed: set[str] = set()
+        self._told: dict[str, Tokens] = {}
 
     def open(self) -> list[str]:
         """Return the names of the requests without an answer."""
@@ -111,7 +115,9 @@ class Requests:
     def submitted(self, name: str, deadline: int, is_hopeless: bool) -> None:
         """A gateway that does not know a request takes it: its attempts count from here on."""
         request = self.requests[name]
-        request.deadline, request.is_hopeless, request.attempts = deadline, is_hopeless, set()
+        request.deadline, request.is_hopeless = deadline, is_hopeless
+        request.attempts, request.failed = set(), set()
+        self._told.pop(name, None)
 
     def begun(self, node: str, attempt: str) -> None:
         """P begins an attempt."""
@@ -142,15 +148,34 @@ class Requests:
         """D begins to pull a part."""
         require(part in self._offered, rules.X10, "{} pulls {}", node, part)
 
+    def followed(self, attempt: str) -> None:
+        """The gateway asks D for the tokens of an attempt before its end."""
+        self._followed.add(attempt)
+
+    def reported(self, node: str, attempt: str) -> None:
+        """D reports tokens of an attempt before its end."""
+        require(attempt in self._followed, rules.X27, "{} reports tokens of {}", node, attempt)
+
+    def told(self, name: str, tokens: Tokens) -> None:
+        """A client is told all tokens so far, before its answer."""
+        before, output = self._told.get(name, ()), self.requests[name].output()
+        is_longer = before == tokens[: len(before)] and tokens == output[: len(tokens)]
+        require(is_longer, rules.X26, "{} is told {}, {} before", name, tokens, before)
+        self._told[name] = tokens
+
+    def num_told(self, name: str) -> int:
+        """Return how many tokens a client was told that waits for more."""
+        return 0 if name in self.answers else len(self._told.get(name, ()))
+
     def answered(self, name: str, tokens: Tokens | None, hits: int, reason: str, now: int) -> None:
         """A client gets its answer: tokens, or the reason of a failure."""
         request = self.requests[name]
         require(name not in self.answers, rules.X17, "{} has two answers", name)
         self.answers[name] = Outcome(tokens, reason)
         if tokens is None:
-            tried = len(request.attempts)
-            is_over = request.is_hopeless or now >= request.deadline or tried >= self._max_attempts
-            require(is_over, rules.X18, "{} fails after {} attempts: {}", name, tried, reason)
+            failed = len(request.failed)
+            is_over = request.is_hopeless or now >= request.deadline or failed >= self._max_attempts
+            require(is_over, rules.X18, "{} fails after {} attempts: {}", name, failed, reason)
             return
         require(tokens == request.output(), rules.X16, "{} gets {}", name, tokens)
         found = {self.hits.get(each) for each in self._started & request.attempts}

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from ..rules import scheduler as rules
 from ..rules.rule import require
@@ -32,9 +32,9 @@ def root_tag(*parts: int) -> Tag:
     return hash((*parts, -1))
 
 
-def next_token(tag: Tag, alphabet: int) -> int:
+def next_token(tag: Tag, alphabet: int, seed: int = 0) -> int:
     """The deterministic language model: the token that follows a prefix."""
-    return (tag >> 11) % alphabet
+    return ((tag >> 11) + seed) % alphabet
 
 
 class Request:
@@ -51,6 +51,7 @@ class Request:
         hit: cached tokens at the last admission, with those that copies brought once it begins.
         is_loading: whether it was admitted, and waits for copies into its blocks.
         overtaken: number of later requests that were admitted since it began to wait.
+        first: the first sample of the same prompt, or None.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class Request:
         root: Tag,
         alphabet: int,
         stop: Collection[int] = (),
+        first: Request | None = None,
+        seed: int = 0,
     ) -> None:
-        self.name, self.order = name, order
+        self.name, self.order, self.first = name, order, first
         self.tokens = list(prompt)
         self.max_kv_tokens = len(self.tokens) + max_new_tokens - 1
         self.sampled: list[int] = []
@@ -73,7 +76,7 @@ class Request:
         self.computed = self.scheduled = self.target = self.hit = 0
         self.retag(root)
         while len(self.sampled) < max_new_tokens:
-            self.sampled.append(next_token(self.tags[-1], alphabet))
+            self.sampled.append(next_token(self.tags[-1], alphabet, seed))
             self.tags.append(next_tag(self.tags[-1], self.sampled[-1]))
         stops = [end for end, token in enumerate(self.sampled, 1) if token in stop]
         self.outputs = self.sampled[: min(stops, default=max_new_tokens)]
@@ -127,6 +130,15 @@ class Request:
         self.is_loading = False
 
 
+class BlockCopy(NamedTuple):
+    """A block that a step copies before it computes: of request `owner`, for request `name`."""
+
+    name: str
+    owner: str
+    source: int
+    destination: int
+
+
 @dataclass(frozen=True)
 class Limits:
     """Sizes and options of a scheduler.
@@ -158,7 +170,9 @@ class Step:
         chunks: requests to compute, with start and length.
         running: running requests, in order of admission, and their `tables` of blocks.
         admitted, preempted: requests that changed state.
-        hits: cached tokens of each admitted request.
+        hits: cached tokens of each admitted request, with those that `copies` bring.
+        copies: blocks that are copied when the step begins on the device, by the request that gets
+            the copy.
         begun: computed tokens of each request that has all its copies and begins to compute.
         arrived: number of tokens that are there, for a begun request that was loading.
         available: available blocks before the step; `left` after its plan.
@@ -179,6 +193,7 @@ class Step:
     available: int
     left: int
     arrived: Mapping[str, int] = field(default_factory=dict)
+    copies: Mapping[str, BlockCopy] = field(default_factory=dict)
     num_copies: int = 0
     awaited: Collection[str] = ()
     loading: Collection[str] = ()
@@ -190,6 +205,12 @@ class Step:
     def planned(self) -> list[Request]:
         """The requests of the chunks."""
         return [request for request, _, _ in self.chunks]
+
+    @property
+    def readers(self) -> set[str]:
+        """Names of the requests whose blocks it reads, writes or copies."""
+        owners = {copy.owner for copy in self.copies.values()}
+        return owners.union(request.name for request in self.planned)
 
     @property
     def num_tokens(self) -> int:
@@ -304,7 +325,7 @@ class SchedulerModel:
 
     def abort(self, request: Request, freed: int) -> None:
         """Abort a request, perhaps in a step in flight; `freed` blocks became available."""
-        if any(request in step.planned for step in self.flights):
+        if any(request.name in step.readers for step in self.flights):
             self.situations["aborted in flight"] += 1
             can_free = not freed or "keeps_in_flight" not in self.promised
             require(can_free, rules.Q23, "{} is in flight, and frees {} blocks", request, freed)
@@ -336,7 +357,9 @@ class SchedulerModel:
             request.is_loading, request.has_begun = False, True
         self._check(step)
         for request in step.admitted if "publish_on_compute" in self.promised else ():
-            self.read(request, step.tables[request.name], request.hit, "at its admission")
+            is_copied = request.name in step.copies  # in part, and not yet
+            end = request.hit - request.hit % self.limits.block_size * is_copied
+            self.read(request, step.tables[request.name], end, "at its admission")
 
     def _check(self, step: Step) -> None:
         """Check the rules of every scheduler for a decision."""
@@ -352,7 +375,8 @@ class SchedulerModel:
         for name, computed in step.begun.items():
             request, last = live[name], len(live[name].tokens) - 1
             is_right = computed == min(request.hit, last)
-            is_right = is_right and step.hits.get(name, 0) % limits.block_size == 0
+            is_whole = step.hits.get(name, 0) % limits.block_size == 0
+            is_right = is_right and (is_whole or name in step.copies)
             why = "{} starts at {} of {} tokens after a hit of {}"
             require(is_right, rules.Q10, why, name, computed, last + 1, request.hit)
         planned = step.planned
@@ -379,8 +403,10 @@ class SchedulerModel:
         """Compute the chunks on the device: each reads the KV before it, and writes its own.
 
         All chunks read before any writes, if hits name only blocks of earlier steps. Otherwise
-        each layer writes the KV of the whole step before it reads.
+        each layer writes the KV of the whole step before it reads. Copies come first of all.
         """
+        for copy in step.copies.values():
+            self.device.blocks[copy.destination] = list(self.device.content(copy.source))
         if "publish_on_compute" in self.promised:
             for request, start, _ in step.chunks:
                 self.read(request, step.tables[request.name], start, "in a step")
@@ -468,12 +494,15 @@ class SchedulerModel:
             why = "{} says that {} tokens are computed, not {}"
             require(found == request.computed, rules.Q19, why, request, found, request.computed)
             self.tables[request.name] = list(table)
-            self.read(request, table, found, "between two steps")
+            is_copied = any(request.name in step.copies for step in self.flights)  # not yet
+            end = found - found % self.limits.block_size * is_copied
+            self.read(request, table, end, "between two steps")
             self.publish(request, table)
         held = self.held().union(*kept.values())
         if "keeps_in_flight" in self.promised:
             read = (step.tables[each.name] for step in self.flights for each in step.planned)
-            named = held.union(*read)
+            copies = (copy for step in self.flights for copy in step.copies.values())
+            named = held.union(*read, (copy.source for copy in copies))
             num_kept = self.limits.num_blocks - available
             why = "{} blocks are held or read by steps in flight, and {} are not available"
             require(len(named) <= num_kept, rules.Q23, why, len(named), num_kept)

@@ -12,7 +12,7 @@ from typing import Final
 from ..rules import scheduler as rules
 from ..rules.rule import require
 from .ghost import Tag
-from .scheduler import Request, SchedulerModel, Step
+from .scheduler import BlockCopy, Request, SchedulerModel, Step
 
 # Running requests
 
@@ -185,6 +185,29 @@ def _check_hit(model: SchedulerModel, request: Request, hit: int, held: set[int]
     require(hit >= due, rules.Q11, "{} hits {} tokens, and {} are published", request, hit, due)
 
 
+def check_copies(model: SchedulerModel, step: Step) -> None:
+    """Q39: a new sample copies the block that its prompt does not fill, if the first one has it."""
+    size = model.limits.block_size
+    due = {}
+    for request in step.admitted:
+        first, num_prompt = request.first, len(request.tokens)
+        place, num_tokens = divmod(num_prompt, size)
+        if (
+            first is not None
+            and first.phase == "running"
+            and first.computed >= num_prompt
+            and request in step.unbegun
+            and num_tokens > 1
+            and request.hit >= place * size
+            and model.limits.prefix_cache
+        ):
+            tables = step.tables
+            blocks = tables[first.name][place], tables[request.name][place]
+            due[request.name] = BlockCopy(request.name, first.name, *blocks)
+    require(dict(step.copies) == due, rules.Q39, "{} are copied, and not {}", step.copies, due)
+    model.situations["copied for a sample"] += len(due)
+
+
 def check_granted(model: SchedulerModel, request: Request, num_cached: int) -> None:
     """Q4, Q11: a decode node grants blocks while no preempted request waits, those it lacks."""
     parked = [each for each in model.waiting() if each.is_resumed]
@@ -260,7 +283,7 @@ def check_reserved(model: SchedulerModel, step: Step) -> None:
 CHECKS: Final = (
     ("whole", check_whole), ("running_first", check_progress), ("", check_preempted),
     ("", check_order), ("leaders", check_leaders), ("reserves", check_reserved),
-    ("hits", check_hits), ("", check_asked), ("", check_overtaken),
+    ("hits", check_hits), ("copies", check_copies), ("", check_asked), ("", check_overtaken),
 )  # fmt: skip
 """Each check, and the promise that it is about; "" if it looks for itself."""
 

@@ -95,8 +95,9 @@ X16: Final = rule(
 X17: Final = rule("X17 one-answer", "A request has exactly one final answer.")
 X18: Final = rule(
     "X18 fail-only-after-all-attempts",
-    "A request fails only after all of its attempts, after its time limit, or for a reason that no "
-    "attempt can mend.",
+    "A request fails only after its nodes have given all of its attempts up, after its time limit, "
+    "or for a reason that no attempt can mend. An attempt that is lost with a node or a connection "
+    "does not count.",
 )
 X19: Final = rule(
     "X19 bounded-overtaking",
@@ -116,7 +117,6 @@ X22: Final = rule(
     "X22 a-loss-costs-no-attempt",
     "An attempt succeeds on idle nodes whichever one of its messages is lost.",
 )
-
 # Everything has ended
 
 X23: Final = rule("X23 no-leak", "Every block is free or can be evicted when all has ended.")
@@ -125,6 +125,26 @@ X24: Final = rule(
     "The gateway counts no load on any node when all requests have ended.",
 )
 X25: Final = rule("X25 no-unexpected-error", "A valid call raises nothing.")
+
+# The client is told tokens before the answer
+
+X26: Final = rule(
+    "X26 told-is-a-prefix",
+    "The tokens that a client has been told are at any time a prefix of those that it is told "
+    "later, and of its answer, whichever attempts generate them.",
+)
+X27: Final = rule(
+    "X27 asked-is-told",
+    "A decode node reports the tokens of an attempt before its end only if the gateway has asked.",
+)
+
+# Links are cut
+
+X28: Final = rule(
+    "X28 one-pair-is-enough",
+    "While a prefill node, a decode node and the gateway hear each other, all requests end within "
+    "a bounded number of rounds, whichever other links are cut, in one direction or in both.",
+)
 
 HANDOFF_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))
 """Every rule above, in order."""

@@ -65,6 +65,11 @@ Q11: Final = rule(
     "Q11 hit-is-due",
     "An admitted request hits every published block of its prefix that was not handed out again.",
 )
+Q39: Final = rule(
+    "Q39 sample-copies-last-block",
+    "A sample of a prompt that another running one has computed, and hit, copies the block that is "
+    "not whole, and computes the last token alone.",
+)
 Q12: Final = rule(
     "Q12 ask-storage-first",
     "Storage is asked for the blocks of a request before its admission, unless the requests that "
@@ -113,8 +118,8 @@ Q22: Final = rule(
 )
 Q23: Final = rule(
     "Q23 step-in-flight-keeps-blocks",
-    "No block that a step in flight reads or writes is given up, by an end, a preemption or a "
-    "duplicate.",
+    "No block that a step in flight reads, writes or copies is given up, by an end, a preemption "
+    "or a duplicate.",
 )
 
 # Preemption

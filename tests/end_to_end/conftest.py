@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from radixkv.kvcache import BlockArrays, CacheManager, HostConfig
+from radixkv.kvcache import BlockArrays, CacheManager, EventBatch, HostConfig
 from radixkv.kvcache.storage import Storage, StorageNamespace
 from radixkv.scheduler.engine import Engine, ModelRunner
 from radixkv.scheduler.engine.batch_state import DeviceBatch
@@ -95,6 +95,7 @@ def fresh(
     host: HostConfig | None = None,
     storage: Storage | None = None,
     storage_namespace: StorageNamespace | None = None,
+    on_events: Callable[[EventBatch], object] | None = None,
     **options: Any,
 ) -> Engine:
     """Return an engine with the same programs and other options, and pools full of NaN.
@@ -105,7 +106,7 @@ def fresh(
     Args:
         engine: whose programs to use.
         num_blocks: usable blocks, at most those of the arrays.
-        host, storage, storage_namespace: of `Engine`.
+        host, storage, storage_namespace, on_events: of `Engine`.
         options: of `MixedScheduler`.
     """
     manager = engine.manager
@@ -113,11 +114,16 @@ def fresh(
     assert num_blocks <= manager.num_blocks
     other = copy.copy(engine)
     other.manager = CacheManager(
-        num_blocks, manager.block_size, host=host, storage=storage_namespace
+        num_blocks,
+        manager.block_size,
+        host=host,
+        storage=storage_namespace,
+        record_events=on_events is not None,
     )
+    other._on_events = on_events
     options = {"token_budget": TOKEN_BUDGET, "max_running": MAX_RUNNING, "depth": 2} | options
     other.scheduler = MixedScheduler(other.manager, **options)
-    other._in_flight, other._finished = deque(), []
+    other._in_flight, other._finished, other._advanced = deque(), [], []
     other._runner = fresh_runner(engine._runner, other.manager, storage)
     return other
 

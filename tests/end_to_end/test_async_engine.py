@@ -391,10 +391,10 @@ def test_a_closed_event_loop_frees_its_requests(served, has_wake_up):
         await read_until(streams[0], 1)
 
     asyncio.run(leave())
-    streams[0]._delivery.is_posted = has_wake_up  # which the loop did not come to
+    streams[0]._consumer.is_posted = has_wake_up  # which the loop did not come to
     gate.open()
     asyncio.run(engine.close())  # waits for all that is active
-    assert streams[0]._delivery.finish_reason == "abort"
+    assert streams[0]._consumer.deliveries[0].finish_reason == "abort"
     assert_nothing_leaked(inner)
 
 
@@ -638,7 +638,7 @@ def test_leaving_with_an_error_aborts(served):
 
     with pytest.raises(ZeroDivisionError):
         asyncio.run(main())
-    assert streams[0]._delivery.finish_reason == "abort"
+    assert streams[0]._consumer.deliveries[0].finish_reason == "abort"
     assert_nothing_leaked(inner)
 
 

@@ -14,7 +14,7 @@ from radixkv.kvcache.copies.block_copies import BlockCopies
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.nodes import DecodeEngine, Disaggregated, PrefillEngine
 from radixkv.scheduler.nodes.transport import InProcessExchange, InProcessTransport
-from radixkv.scheduler.request import GREEDY, Request
+from radixkv.scheduler.request import GREEDY, Request, SamplingParams
 
 from .cluster import STEP_S, TIMING, Cluster, over_jax, over_nixl
 from .conftest import complete, fresh, let_copies_end
@@ -30,8 +30,16 @@ def expected(llama: Engine) -> list[list[int]]:
 # The same tokens
 
 
+ADJUSTED = (
+    SamplingParams(repetition_penalty=1.7, min_tokens=3),
+    SamplingParams(temperature=1.1, seed=3, presence_penalty=2, frequency_penalty=-1, min_p=0.1),
+)
+
+
 @pytest.mark.parametrize("order", ["early", "prefill_complete"])
-@pytest.mark.parametrize("samplings", [(GREEDY,), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "samplings", [(GREEDY,), SAMPLED, ADJUSTED], ids=["greedy", "sampled", "adjusted"]
+)
 def test_tokens_are_those_of_one_engine(llama, samplings, order):
     expected = complete(fresh(llama), PROMPTS, 24, samplings)
     cluster = Cluster(llama, prefill={"order": order, "token_budget": 16})  # chunks of 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,22 @@ def test_stop_strings_end_some_of_the_outputs(llm):
     assert first.token_ids == plain[0].token_ids[: len(first.token_ids)]
     assert len(first.token_ids) < 48
     assert [second.text, third.text] == [plain[1].text, plain[2].text]
+    assert_nothing_leaked(llm.engine)
+
+
+def test_samples(llm):
+    sampling = SamplingParams(temperature=1.5, seed=5)
+    params = GenerationParams(max_tokens=12, sampling=sampling, n=3)
+    [output, greedy] = llm.generate(PROMPTS[:2], [params, PARAMS])
+    assert greedy.others == () and greedy.samples == (greedy,)
+    assert [each.index for each in output.samples] == [0, 1, 2]
+    assert len({each.request_id for each in output.samples}) == 1
+    assert output.request_id != greedy.request_id
+    for index, each in enumerate(output.samples):
+        seed = replace(sampling, seed=5 + index)
+        [alone] = llm.generate(PROMPTS[0], replace(params, sampling=seed, n=1))
+        assert (each.text, each.token_ids) == (alone.text, alone.token_ids)
+    assert len({each.text for each in output.samples}) == 3
     assert_nothing_leaked(llm.engine)
 
 
@@ -204,3 +221,14 @@ def test_a_checkpoint_without_a_tokenizer_takes_token_ids(llm, monkeypatch):
         llm.generate("the cache")
     with pytest.raises(RequestError, match=r" has no tokenizer, which a chat needs$"):
         llm.chat([{"role": "user", "content": "x"}])
+
+
+def test_min_tokens_hold_for_stop_strings(llm):
+    [plain] = llm.generate(PROMPTS[0], GenerationParams(max_tokens=24, ignore_eos=True))
+    stop = next(letter for letter in plain.text[::-1] if letter != "�")
+    sampling = SamplingParams(min_tokens=24)
+    params = GenerationParams(max_tokens=24, sampling=sampling, stop=stop, ignore_eos=True)
+    [output] = llm.generate(PROMPTS[0], params)
+    assert (output.text, output.finish_reason) == (plain.text, "length")
+    with pytest.raises(RequestError, match=r"^min_tokens must be at most max_tokens 4, got 5$"):
+        GenerationParams(max_tokens=4, sampling=SamplingParams(min_tokens=5))

@@ -27,6 +27,13 @@ from ..ports import reserved_port
 from .small import NODE_OPTIONS, NUM_BLOCKS, PREFIX, PROMPTS, SIZES, generate, make_requests
 
 SILENCE_S = 1.0
+WALL_CLOCK = Path(__file__).parent / "wall_clock"
+
+
+@pytest.fixture
+def wall_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each process that is started a wall clock of its own, which jumps by hours."""
+    monkeypatch.setenv("PYTHONPATH", str(WALL_CLOCK))
 
 
 def check_node(stats: dict[str, Any]) -> None:
@@ -41,6 +48,7 @@ def check_node(stats: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "depth", [(), pytest.param(("--depth", 1), marks=pytest.mark.slow)], ids=["2", "1"]
 )
+@pytest.mark.usefixtures("wall_clocks")
 def test_two_processes_give_the_tokens_of_one_engine(
     model_dir: Callable[[str], Path],
     tmp_path: Path,

@@ -130,3 +130,16 @@ def test_more_steps_than_the_depth_are_refused(served):
     assert engine.scheduler.schedule().chunks and engine.scheduler.schedule().chunks
     with pytest.raises(StepOrderError, match=r"^schedule was called with 2 steps in flight of 2$"):
         engine.scheduler.schedule()
+
+
+def test_repr_shows_the_numbers(served):
+    compiled, _ = served
+    engine = fresh(compiled, num_blocks=100, depth=2)
+    for name in (1, 2, 3):
+        engine.add_request(Request(str(name), [name], 8))
+    cache = "CacheManager(100 blocks of 4 tokens: 100 free, 0 idle, 0 in use; live leases: 0)"
+    assert repr(engine) == f"Engine(0 running, 3 waiting, 0 steps in flight; {cache})"
+    engine.step()
+    assert repr(engine).startswith("Engine(3 running, 0 waiting, 1 steps in flight; CacheManager")
+    engine.run()
+    assert repr(engine).startswith("Engine(0 running, 0 waiting, 0 steps in flight; CacheManager(")

@@ -110,7 +110,7 @@ def test_an_h100_runs_the_backend_that_is_reported(tmp_path, dtype):
     make_tiny_checkpoint(tmp_path, overrides=heads)
     runner = Engine(load_model(tmp_path, dtype), **{**SIZES, "block_size": 16})._runner
     model, arrays, kernels = runner.model, runner.arrays, {}
-    state, logits = runner._batch.state, runner._programs._logits
+    state, logits = runner._batch.state, runner._programs.logits
     with on_h100(), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         attention = model_runner._choose_attention(model, arrays, 32, 4)

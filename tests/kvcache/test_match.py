@@ -44,6 +44,25 @@ def test_lengths_beside_a_block_boundary(block_size, delta):
     assert manager.stats().cached_blocks == len(tokens) // block_size
 
 
+@pytest.mark.parametrize(
+    ("limit", "num_tokens"), [(None, 6), (0, 0), (1, 0), (2, 2), (3, 2), (5, 4), (6, 6), (9, 6)]
+)
+def test_a_hit_may_be_limited(limit, num_tokens):
+    """Also at the admission after another one, when the tree is walked again."""
+    manager = CacheManager(12, 2)
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    serve(manager, tokens)
+    match = manager.match(tokens, max_hit_tokens=limit)
+    assert (match.num_tokens, match.num_blocks) == (num_tokens, num_tokens // 2)
+    serve(manager, [1, 2, 3, 9])
+    lease = manager.admit(match)
+    assert lease.num_hit_blocks == num_tokens // 2 and len(lease.block_table) == 4
+    manager.publish(lease, tokens[:6])
+    manager.release(lease)
+    assert manager.stats().cached_blocks == 4
+    manager.check()
+
+
 def test_match_changes_nothing():
     manager = CacheManager(12, 2)
     serve(manager, [1, 2, 3, 4, 5, 6])

@@ -56,6 +56,16 @@ def test_resumed_while_it_is_saved():
     assert resume(memory, parked, TOKENS) == 5
 
 
+@pytest.mark.parametrize("given", [3, "r1", []])
+def test_what_is_not_parked_is_refused(given):
+    memory = memory_of()
+    manager, tiers = memory.manager, memory.tiers
+    for use in (tiers.unpark, lambda parked: manager.admit(manager.match(TOKENS), parked)):
+        with pytest.raises(LeaseError) as caught:
+            use(given)
+        assert str(caught.value) == f"parked must be a Parked, got {type(given).__name__}"
+
+
 def test_resumed_with_fewer_tokens():
     memory = memory_of()
     parked = park(memory, TOKENS)

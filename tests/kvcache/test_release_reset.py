@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from radixkv.kvcache import CacheManager, Lease, LeaseError, RadixKVError
+from radixkv.kvcache import CacheManager, Lease, LeaseError, MatchError, RadixKVError
 
 from .helpers import hit, serve, start
 from .observe import observe
@@ -68,6 +68,35 @@ def test_a_lease_of_another_manager_is_refused(use):
     with pytest.raises(LeaseError, match=f"^{RELEASED}$"):
         use(mine, foreign)
     assert observe(mine, [lease]) == before
+
+
+NOT_LEASES = [None, 3, "r1", [], object(), type("Row", (), {"row": 0})()]
+
+
+@pytest.mark.parametrize("given", NOT_LEASES)
+@pytest.mark.parametrize("use", [*USES, CacheManager.release, CacheManager.count_hit])
+def test_what_is_no_lease_is_refused(use, given):
+    manager = CacheManager(8, 2)
+    lease = start(manager, [1, 2, 3])
+    before = observe(manager, [lease])
+    with pytest.raises(LeaseError) as caught:
+        use(manager, given)
+    assert str(caught.value) == f"lease must be a Lease, got {type(given).__name__}"
+    assert observe(manager, [lease]) == before
+
+
+@pytest.mark.parametrize("use", [CacheManager.admit, CacheManager.available_after])
+@pytest.mark.parametrize("given", [[1, 2, 3], None, "r1", 3])
+def test_what_is_no_match_is_refused(use, given):
+    manager = CacheManager(8, 2)
+    lease = start(manager, [1, 2, 3])
+    before = observe(manager, [lease])
+    with pytest.raises(MatchError) as caught:
+        use(manager, given)
+    assert str(caught.value) == f"match must be a Match, got {type(given).__name__}"
+    assert observe(manager, [lease]) == before
+    with pytest.raises(MatchError, match=r"^match must be a Match, got Lease$"):
+        use(manager, lease)
 
 
 def test_leases_end_in_any_order():

@@ -48,6 +48,7 @@ HUNTED: Final[dict[str, tuple[World, ...]]] = {
     "prefix/block_tables.py": ALL_WORLDS,
     "tokens.py": ALL_WORLDS,
     "errors.py": ALL_WORLDS,
+    "events.py": ("cache", "tiers"),
     "tiers/operations.py": ("tiers",),
     "tiers/state.py": ("tiers",),
     "tiers/completion_handlers.py": ("tiers",),

@@ -35,6 +35,8 @@ from radixkv.spec.rules.handoff import (
     X17,
     X18,
     X19,
+    X26,
+    X27,
 )
 from radixkv.spec.rules.rule import Rule, Violation
 
@@ -64,6 +66,30 @@ def test_an_attempt_begins_and_starts_once() -> None:
     model.started("r1.1.1")
     with breaks(X12):
         model.started("r1.1.1")
+
+
+def test_a_client_is_told_a_growing_prefix_of_its_answer() -> None:
+    model = requests()
+    output = model.requests["r1"].output()
+    assert model.num_told("r1") == 0
+    for tokens in (output[:1], output[:1], output):
+        model.told("r1", tokens)
+        assert model.num_told("r1") == len(tokens)
+    for tokens in ((), output[:1], (*output, 1), (output[0] + 1,)):
+        with breaks(X26):
+            model.told("r1", tokens)
+    model.submitted("r1", deadline=10, is_hopeless=False)  # to another gateway
+    model.told("r1", output[:1])
+
+
+def test_tokens_are_reported_to_a_gateway_that_has_asked() -> None:
+    model = requests()
+    with breaks(X27):
+        model.reported("d0", "r1.1.1")
+    model.followed("r1.1.1")
+    model.reported("d0", "r1.1.1")
+    with breaks(X27):
+        model.reported("d0", "r1.1.2")
 
 
 def test_a_message_is_repeated_until_its_sender_knows() -> None:
@@ -108,6 +134,11 @@ def test_a_request_fails_after_all_attempts_or_for_good() -> None:
     hopeless.requests["r1"].is_hopeless = True
     answered(hopeless, None)
     tried.requests["r1"].attempts |= {"r1.1.1", "r1.1.2"}
+    tried.requests["r1"].failed |= {"r1.1.1"}
+    with breaks(X18):
+        answered(tried, None)
+    del tried.answers["r1"]
+    tried.requests["r1"].failed |= {"r1.1.2"}
     answered(tried, None)
 
 

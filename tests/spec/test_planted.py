@@ -13,6 +13,7 @@ import radixkv.kvcache
 from radixkv.spec.adapters.cache_target import Depth
 from radixkv.spec.harness.engine import replay
 from radixkv.spec.harness.random_engine import run
+from radixkv.spec.rules.events import K9
 from radixkv.spec.rules.rule import RULES
 from radixkv.spec.rules.scheduler import Q29
 
@@ -158,7 +159,8 @@ def test_one_command_makes_every_committed_table() -> None:
 
 def test_every_rule_has_its_bug(kills: dict) -> None:
     # What Q29 says follows from Q28, which is checked first. Tiers and hand-off have own tables.
-    rules = [rule for rule in RULES if rule != Q29.name and not rule.startswith(("T", "X"))]
+    # The bugs of K9 are planted in the index of a gateway, in its own tests.
+    rules = [rule for rule in RULES if rule not in (Q29.name, K9.name) and rule[0] not in "TX"]
     without = [rule for rule in rules if rule not in kills["proofs"]]
     assert not without, f"no bug proves that these rules bite: {without}"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 
 import pytest
 
@@ -20,13 +19,11 @@ from radixkv.spec.harness.scheduler.differential import check_same, draw_request
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
 from radixkv.spec.model.scheduler import next_token, root_tag
 from radixkv.spec.rules.rule import Violation
-from radixkv.spec.rules.scheduler import Q29, SCHEDULER_RULES
 
 from .floors import SCHEDULER_FLOORS, too_rare
 from .planted.plant import Bug, bug
 from .planted.plant_scheduler import load_scheduler, subject_with
 from .planted.scheduler_bugs import SCHEDULER_BUGS
-from .planted.tiered_scheduler_bugs import TIERED_SCHEDULER_BUGS
 
 NUM_STEPS = 60_000
 """Far more than any bug takes, and any situation."""
@@ -76,19 +73,6 @@ def test_a_planted_bug_is_found_and_shrunk(planted: Bug):
     assert str(violation) == f"[{small.rule}] {small.why}"
     # The same program on a scheduler without the bug is right.
     assert replay(subject_with(None), shown["config"], shown["trace"]) is None
-
-
-@pytest.mark.slow
-def test_every_rule_names_a_planted_bug():
-    named: Counter[str] = Counter()
-    for planted in (*SCHEDULER_BUGS, *TIERED_SCHEDULER_BUGS):
-        subject = subject_with(planted)
-        for seed in range(8):
-            found = run(subject, seed, NUM_STEPS).finding
-            assert found is not None, planted.name
-            named[found.rule] += 1
-    # What Q29 says follows from Q28, which is checked first.
-    assert {rule.name for rule in SCHEDULER_RULES} - set(named) == {Q29.name}
 
 
 def test_a_bug_that_does_not_fit_is_told():
@@ -193,7 +177,9 @@ OLD_MATCH = bug(
     "an older match is kept while another computes what seems to follow it",
     "batching/batch.py",
     (
-        "        match = request.match = self.manager.match(request.tokens, request.namespace)\n",
+        "        match = request.match = self.manager.match(\n"
+        "            request.tokens, request.namespace, max_hit_tokens=request.max_hit_tokens\n"
+        "        )\n",
         "        match = request.match\n"
         "        if match is None or match.next_block not in in_progress:\n"
         "            match = self.manager.match(request.tokens, request.namespace)\n"

@@ -88,6 +88,9 @@ class FileBackend:
         self._swept = 0
         self._buckets: set[str] = set()  # subdirectories that exist; none is ever removed
         self._numbers = count()
+        # One thread makes room at a time. Otherwise two would evict more than is needed, or find no
+        # room while the other one is about to make it.
+        self._room_lock = Lock()
         # A thread holds one of these to change the names in a subdirectory.
         self._stripes = [Lock() for _ in range(_NUM_STRIPES)]
         with _typed(f"opening the directory {self.directory}"):
@@ -137,23 +140,21 @@ class FileBackend:
         """
         check_key(key)
         num_bytes = sum(len(part) for part in parts)
-        max_bytes = self._index.max_bytes
-        if num_bytes > max_bytes:
-            raise BackendFullError(num_bytes, max_bytes)
-        self._index.reserve(num_bytes)
-        try:
-            with _typed("writing"):
-                if not self._evict():
-                    raise BackendFullError(num_bytes, max_bytes)
+        if num_bytes > self._index.max_bytes:
+            raise BackendFullError(num_bytes, self._index.max_bytes)
+        with _typed("writing"):
+            self._make_room(num_bytes)
+            try:
                 self._publish(key, self._write_temporary(key, parts), num_bytes)
-        except BaseException:
-            self._index.give_back(num_bytes)
-            raise
+            except BaseException:
+                self._index.give_back(num_bytes)
+                raise
 
     def delete(self, key: bytes) -> bool:
         """See Backend. With sync="data" the value does not come back after a power cut."""
         with _typed("deleting"):
-            existed = self._remove(key)
+            with self._room_lock:
+                existed = self._remove(key)
             # Also if it did not exist: it may have been evicted, and an eviction is not durable.
             if self._durable and key[:1].hex() in self._buckets:
                 self._files.sync_directory(dirname(self._path(key)))
@@ -221,6 +222,17 @@ class FileBackend:
         self._index.fill(found)
         self._evict()
 
+    def _make_room(self, num_bytes: int) -> None:
+        """Reserve bytes, and evict until they fit the budget."""
+        with self._room_lock:
+            self._index.reserve(num_bytes)
+            try:
+                if not self._evict():
+                    raise BackendFullError(num_bytes, self._index.max_bytes)
+            except BaseException:
+                self._index.give_back(num_bytes)
+                raise
+
     def _evict(self) -> bool:
         """Remove the coldest values until the rest fits the budget; False if it cannot fit."""
         while (coldest := self._index.coldest_over_budget()) is not None:
@@ -229,19 +241,19 @@ class FileBackend:
         return self._index.fits()
 
     def _remove(self, key: bytes) -> bool:
+        path = self._path(key)
         with self._stripe(key):
             num_bytes = self._index.take(key)  # forget first, then unlink
             try:
-                self._files.unlink(self._path(key))
-            except FileNotFoundError:
-                pass  # somebody else removed it
-            except OSError:
+                with suppress(FileNotFoundError):  # somebody else removed it
+                    self._files.unlink(path)
+                if num_bytes is None:  # the file, if any, was left by a failed write
+                    return False
+                self._index.give_back(num_bytes)
+            except BaseException:
                 if num_bytes is not None:
                     self._index.put_back(key, num_bytes)  # it is still there
                 raise
-            if num_bytes is None:  # the file, if any, was left by a failed write
-                return False
-            self._index.give_back(num_bytes)
             return True
 
     def _write_temporary(self, key: bytes, parts: Sequence[memoryview]) -> str:
@@ -270,7 +282,7 @@ class FileBackend:
             try:
                 if self._durable:
                     self._files.sync_directory(dirname(path))
-            except OSError:
+            except BaseException:
                 self._index.forget(key)
                 with suppress(OSError):  # the new name may or may not survive a power cut
                     self._files.unlink(path)
@@ -281,12 +293,11 @@ class FileBackend:
         """Return the subdirectory of a key, and create it if needed."""
         name = key[:1].hex()
         path = f"{self.directory}/{name}"
-        with self._stripe(key):
-            if name not in self._buckets:
-                self._files.make_directory(path)
-                if self._durable:
-                    self._files.sync_directory(self.directory)
-                self._buckets.add(name)
+        if name not in self._buckets:  # two threads may both create it
+            self._files.make_directory(path)
+            if self._durable:
+                self._files.sync_directory(self.directory)
+            self._buckets.add(name)
         return path
 
     def _stamp(self, key: bytes, stamp_ns: int) -> None:

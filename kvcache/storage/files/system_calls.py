@@ -12,7 +12,8 @@ from typing import Final, Protocol
 from ..errors import OpenToOthersError
 
 _MAX_PARTS: Final = 1024  # Linux: IOV_MAX
-_READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Without blocking, because opening a pipe in place of a file would wait for a writer."""
 _READ_NO_ATIME: Final = _READ_FLAGS | getattr(os, "O_NOATIME", 0)
 """Reads without an update of the access time, which would cost; macOS has no such flag."""
 _CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

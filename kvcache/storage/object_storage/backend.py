@@ -20,8 +20,15 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
-from ..errors import BackendError, BackendRefusedError, MissingPackageError, UnsupportedError
+from ..errors import (
+    BackendError,
+    BackendRefusedError,
+    MissingPackageError,
+    StorageUrlError,
+    UnsupportedError,
+)
 from ..interface import StoredValue
 from ..keys import KEY_BYTES, NAMESPACE_DIGITS, check_key
 from ..remote import RequestCounts, check_timeouts, scatter
@@ -184,6 +191,10 @@ class ObjectStorageBackend:
                 raise BackendRefusedError(doing, type(error).__name__) from None
             except (exceptions.BaseError, OSError) as error:
                 raise BackendError(f"{doing} failed: {type(error).__name__}") from None
+            except BaseException as error:
+                if type(error).__name__ != "PanicException":  # of Rust; obstore has no name for it
+                    raise
+                raise BackendError(f"{doing} failed: obstore panicked") from None
 
 
 def s3_store(bucket: str, *, timeout_s: float = 5.0, connect_timeout_s: float = 1.0) -> ObjectStore:
@@ -199,10 +210,12 @@ def s3_store(bucket: str, *, timeout_s: float = 5.0, connect_timeout_s: float = 
 
     Raises:
         MissingPackageError: if `obstore` is not installed.
+        StorageUrlError: if AWS_ENDPOINT_URL is no address.
         ValueError: if a time is not positive.
     """
     check_timeouts(timeout_s, connect_timeout_s)
     _check_installed()
+    _check_endpoint(os.environ.get("AWS_ENDPOINT_URL", ""))
     from obstore.store import S3Store
 
     return S3Store(
@@ -215,6 +228,17 @@ def s3_store(bucket: str, *, timeout_s: float = 5.0, connect_timeout_s: float = 
         },
         retry_config={"max_retries": 0},
     )
+
+
+def _check_endpoint(url: str) -> None:
+    # obstore takes any text, and panics at the first request. The text may have credentials.
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        is_address = False
+    if url and not (is_address and url.isascii() and url.isprintable() and " " not in url):
+        raise StorageUrlError("AWS_ENDPOINT_URL is no address with http:// or https://")
 
 
 def memory_store() -> ObjectStore:

@@ -142,6 +142,22 @@ def add_json(parser: Options) -> None:
     )
 
 
+def add_kv_events(parser: Options) -> None:
+    """Add the options that publish KV events."""
+    parser.add_argument(
+        "--kv-events",
+        metavar="ENDPOINT",
+        help="publish KV events as vLLM does, at this address, such as tcp://127.0.0.1:5557 "
+        "(default: none). They contain token ids: bind another address than the loopback only in "
+        "a network that you trust",
+    )
+    parser.add_argument(
+        "--kv-events-replay",
+        metavar="ENDPOINT",
+        help="answer requests for missed events at this address; needs --kv-events",
+    )
+
+
 def add_trace_lines(parser: Options) -> None:
     """Add --requests, which cuts a trace."""
     add_count(parser, "--requests", "use only the first N requests of the trace", required=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Final
 
 from ..errors import BadInputError
 from .common import (
@@ -14,13 +15,30 @@ from .common import (
     add_dtype,
     add_host_tier,
     add_json,
+    add_kv_events,
     add_preempt,
     add_reserve_tokens,
     add_storage,
     check_excludes,
     check_needs,
     check_tiers,
+    integer,
     seconds,
+)
+
+MAX_LOGPROBS: Final = 20
+"""That of `request`, which is not imported for its size."""
+
+SAMPLING: Final[tuple[tuple[str, type, str], ...]] = (
+    ("temperature", float, "divisor of the logits (default: 0, the most likely token)"),
+    ("top-k", int, "draw from the N most likely tokens (default: 0, all)"),
+    ("top-p", float, "draw from the most likely tokens that together have probability X"),
+    ("min-p", float, "drop tokens less likely than X times the most likely one"),
+    ("seed", int, "seed of the draws, the same for all prompts (default: 0)"),
+    ("repetition-penalty", float, "make tokens of prompt and output less likely (default: 1)"),
+    ("presence-penalty", float, "make tokens of the output less likely (default: 0)"),
+    ("frequency-penalty", float, "the same, for each time that a token occurs (default: 0)"),
+    ("min-tokens", int, "do not stop before N tokens (default: 0)"),
 )
 
 
@@ -29,9 +47,9 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "generate",
         help="complete prompts with a Hugging Face checkpoint",
-        description="Complete all prompts of a file greedily; all are submitted at once. A "
-        "completion ends after N tokens, or with the checkpoint's eos_token_id, which stays in the "
-        "output, as in vLLM.",
+        description="Complete all prompts of a file; all are submitted at once. A completion ends "
+        "after N tokens, or with the checkpoint's eos_token_id, which stays in the output, as in "
+        "vLLM. Without --temperature, each token is the most likely one.",
     )
     parser.add_argument("model_dir", metavar="MODEL_DIR", help="directory of the checkpoint")
     parser.add_argument(
@@ -65,16 +83,42 @@ def add_parser(commands: Commands) -> None:
         "--ignore-eos", action="store_true", help="do not stop at the checkpoint's eos_token_id"
     )
     add_json(parser)
+    sampling = parser.add_argument_group("sampling")
+    add_sampling(sampling)
+    add_count(
+        sampling,
+        "--n",
+        "samples of each prompt, sample I with seed SEED + I (default: %(default)s)",
+        default=1,
+    )
+    sampling.add_argument(
+        "--stop-token-ids",
+        type=integer(0),
+        nargs="+",
+        default=(),
+        metavar="N",
+        help="tokens that end a completion, which stay in it",
+    )
+    for option, what in (("--logprobs", "output"), ("--prompt-logprobs", "prompt")):
+        sampling.add_argument(
+            option,
+            type=integer(0, MAX_LOGPROBS),
+            metavar="N",
+            help=f"write the log probability of each {what} token, and of the N most likely ones, "
+            "to the file of --json",
+        )
+    add_kv_events(parser)
     tiers = parser.add_argument_group("tiers and preemption")
     add_host_tier(tiers, "blocks of --block-size tokens")
     add_storage(tiers)
     add_preempt(tiers)
     add_reserve_tokens(tiers)
-    _add_nodes(parser.add_argument_group("prefill and decode nodes"))
+    add_nodes(parser.add_argument_group("prefill and decode nodes"), in_process=True)
     parser.set_defaults(module="generate")
 
 
-def _add_nodes(group: Options) -> None:
+def add_nodes(group: Options, *, in_process: bool) -> None:
+    """Add the options of prefill and decode nodes, which may run in this process or not."""
     group.add_argument(
         "--disaggregate",
         action="store_true",
@@ -83,9 +127,10 @@ def _add_nodes(group: Options) -> None:
     )
     group.add_argument(
         "--transport",
-        choices=("inprocess", "jax", "nixl"),
-        help="how KV is sent from prefill to decode nodes; with inprocess, all nodes run in this "
-        "process (default: jax)",
+        choices=(*(["inprocess"] if in_process else []), "jax", "nixl"),
+        help="how KV is sent from prefill to decode nodes"
+        + ("; with inprocess, all nodes run in this process" if in_process else "")
+        + " (default: jax)",
     )
     add_count(group, "--prefill", "number of prefill nodes (default: 1)", required=False)
     add_count(group, "--decode", "number of decode nodes (default: 1)", required=False)
@@ -110,6 +155,13 @@ def _add_nodes(group: Options) -> None:
     )
 
 
+def add_sampling(group: Options) -> None:
+    """Add an option for each of `SamplingParams`."""
+    for name, type_, what in SAMPLING:
+        metavar = "X" if type_ is float else "N"
+        group.add_argument(f"--{name}", type=type_, metavar=metavar, help=what)
+
+
 def check(arguments: argparse.Namespace) -> None:
     """Reject options that exclude or need each other.
 
@@ -118,6 +170,19 @@ def check(arguments: argparse.Namespace) -> None:
     """
     check_tiers(arguments)
     check_excludes(arguments, "--no-prefix-cache", "--host-blocks", "--disaggregate")
+    check_nodes(arguments)
+    check_excludes(arguments, "--disaggregate", "--logprobs", "--prompt-logprobs")
+    check_needs(arguments, "--json", "--logprobs", "--prompt-logprobs")
+    if arguments.transport == "inprocess" and arguments.timeout_s is not None:
+        raise BadInputError("--timeout-s cannot be combined with --transport inprocess")
+
+
+def check_nodes(arguments: argparse.Namespace) -> None:
+    """Reject options of nodes that exclude or need each other.
+
+    Raises:
+        BadInputError: With both names.
+    """
     check_needs(
         arguments,
         "--disaggregate",
@@ -130,6 +195,8 @@ def check(arguments: argparse.Namespace) -> None:
         *(*settings_of_nodes, "--host-blocks", "--storage"),
         hint=": give it to the nodes",
     )
-    if arguments.transport == "inprocess" and arguments.timeout_s is not None:
-        raise BadInputError("--timeout-s cannot be combined with --transport inprocess")
+    check_needs(arguments, "--kv-events", "--kv-events-replay")
+    check_excludes(
+        arguments, "--disaggregate", "--kv-events", hint=": give it to nodes that you start"
+    )
     check_needs(arguments, "--gateway", "--secret-file")

@@ -12,6 +12,7 @@ from .common import (
     add_depth,
     add_dtype,
     add_host_tier,
+    add_kv_events,
     add_preempt,
     add_reserve_tokens,
     add_storage,
@@ -89,6 +90,7 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> Options:
         parser, "--parent-pid", "stop when this process is no longer the parent", required=False
     )
 
+    add_kv_events(parser)
     network = parser.add_argument_group("network")
     network.add_argument(
         "--gateway",

@@ -39,6 +39,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--quiet", action="store_true", help="show no progress on stderr")
     add_compilation_cache(parser)
     add_json(parser)
+    parser.add_argument(
+        "--html", metavar="FILE", help="write the report with charts to FILE, as one HTML page"
+    )
 
     simulation = parser.add_argument_group("simulation")
     simulation.add_argument(

@@ -16,6 +16,7 @@ from .errors import (
     DecodeError,
     EncodeError,
     SecretError,
+    TooManyPeersError,
     UnknownPeerError,
 )
 from .secret import Secret, load_secret
@@ -37,6 +38,7 @@ __all__ = [
     "RefusedConnection",
     "Secret",
     "SecretError",
+    "TooManyPeersError",
     "UnknownPeerError",
     "ZmqChannel",
     "load_secret",

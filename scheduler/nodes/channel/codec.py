@@ -13,12 +13,15 @@ type and limits, and a length is checked before anything is allocated for it.
 CURVE (`curve`) decides who may send. A `FrameReader` guarantees more than ZeroMQ: each frame is for
 this node, is accepted at most once, and never after a later frame of the same sender. ZeroMQ may
 deliver the rest of a closed connection after frames of the next one, and two nodes may have one
-name.
+name. A sender that was silent for `FORGET_S` may begin again with any epoch: epochs are read from
+wall clocks, and a node may restart on a machine whose clock is hours behind.
 """
 
 from __future__ import annotations
 
 import enum
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -34,8 +37,10 @@ VERSION: Final = 2
 _PREFIX: Final = _MAGIC + bytes([VERSION])
 HEADER_BYTES: Final = len(_PREFIX)
 MAX_FRAME_BYTES: Final = HEADER_BYTES + MAX_PACKET_BYTES
-_MAX_SENDERS: Final = 1000
-"""Each sender may need a socket for the answers."""
+MAX_SENDERS: Final = 4096
+"""Names of senders that a reader remembers: those that were heard last."""
+FORGET_S: Final = 30.0
+"""Far longer than the last frames of a closed connection take, and than a node is silent."""
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(AnyPacket)
@@ -139,14 +144,19 @@ def encode_frame(packet: Packet) -> bytes:
 class FrameReader:
     """Accepts the frames for one node, each at most once.
 
+    It knows the `MAX_SENDERS` senders that it heard last, so names that are not used again, as
+    those of pods, take no more than that.
+
     Attributes:
         other_versions: versions of the dropped frames of OTHER_VERSION.
     """
 
-    def __init__(self, receiver: str) -> None:
+    def __init__(self, receiver: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._receiver = receiver
+        self._clock = clock
         self.other_versions: set[int] = set()
-        self._last: dict[str, tuple[int, int]] = {}  # epoch and sequence, by sender
+        # Epoch, sequence and time of the last frame, by sender; the longest silent one is first.
+        self._last: dict[str, tuple[tuple[int, int], float]] = {}
 
     def read(self, frame: bytes) -> Packet:
         """Return the packet of a frame.
@@ -166,10 +176,21 @@ class FrameReader:
             raise FrameDroppedError(DroppedFrame.NOT_A_MESSAGE) from None
         if packet.receiver != self._receiver:
             raise FrameDroppedError(DroppedFrame.OTHER_RECEIVER)
+        now = self._clock()
+        self._forget(now)
         this, last = (packet.epoch, packet.sequence), self._last.get(packet.sender)
-        if last is None and len(self._last) >= _MAX_SENDERS:
-            raise FrameDroppedError(DroppedFrame.TOO_MANY_SENDERS)
-        if last is not None and this <= last:
+        if last is not None and this <= last[0]:
             raise FrameDroppedError(DroppedFrame.OLD)
-        self._last[packet.sender] = this
+        if last is None and len(self._last) == MAX_SENDERS:
+            del self._last[next(iter(self._last))]
+        self._last.pop(packet.sender, None)  # to the end
+        self._last[packet.sender] = this, now
         return packet
+
+    def _forget(self, now: float) -> None:
+        """Forget senders that were silent for long."""
+        while self._last:
+            sender, (_, heard_at) = next(iter(self._last.items()))
+            if now - heard_at < FORGET_S:
+                return
+            del self._last[sender]

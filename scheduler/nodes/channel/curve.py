@@ -12,15 +12,16 @@ half, so the client knows that the server has the secret, too. A list of allowed
 needs a thread per process) would name only this one key, which every peer that can say HELLO has:
 it would refuse nobody.
 
-**Memory that a stranger can occupy.** ZeroMQ closes a connection at the first command that is not
-CURVE, or that comes from an older ZeroMQ without it. Until then it holds one frame per connection,
-of at most `zmq.MAXMSGSIZE`, for at most 30 s. Messages of strangers are neither kept nor seen.
+**What a stranger can occupy.** ZeroMQ closes a connection at the first command that is not CURVE,
+or that comes from an older ZeroMQ without it. Messages of strangers are neither kept nor seen. The
+`gate` bounds the connections that have not come so far.
 """
 
 from __future__ import annotations
 
 import enum
-from itertools import count
+from collections.abc import Iterator
+from itertools import count, islice
 from typing import Final
 
 import zmq
@@ -33,6 +34,10 @@ from .secret import Secret
 _LABEL: Final = b"radixkv control channel, CURVE, 1"
 OVERHEAD_BYTES: Final = 33
 """Bytes per frame that CURVE adds: a command name, a nonce, flags and a MAC."""
+
+GREETING_BYTES: Final = 64
+WELCOME_BYTES: Final = 2 + 168
+"""Of the inbox's first two answers, in frames."""
 
 PROTOCOL_FAILURES: Final = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 ALL_FAILURES: Final = PROTOCOL_FAILURES | int(
@@ -82,6 +87,7 @@ class RefusedConnection(enum.Enum):
     NO_SECRET = "without a secret, which this node has"
     UNWANTED_SECRET = "with a secret, which this node does not have"
     BROKEN = "that closed during the handshake"
+    TOO_MANY = "silent for the longest, of more than this process may have"
 
 
 def refused_connection(code: int, *, has_secret: bool) -> RefusedConnection:
@@ -111,12 +117,19 @@ class HandshakeMonitor:
         self._events.set(zmq.RCVHWM, _MAX_EVENTS)
         self._events.connect(address)
 
+    @property
+    def file(self) -> int:
+        """Descriptor that becomes readable with new events; take all of them then."""
+        return int(self._events.FD)
+
     def take(self, limit: int) -> list[int]:
         """Return ZeroMQ's codes of the handshakes that failed since the last call, up to limit."""
-        codes: list[int] = []
-        while len(codes) < limit and self._events.get(zmq.EVENTS) & zmq.POLLIN:
-            codes.append(int(recv_monitor_message(self._events)["value"]))
-        return codes
+        return list(islice(self.take_all(), limit))
+
+    def take_all(self) -> Iterator[int]:
+        """Yield ZeroMQ's codes of all handshakes that failed since the last call."""
+        while self._events.get(zmq.EVENTS) & zmq.POLLIN:
+            yield int(recv_monitor_message(self._events)["value"])
 
     def close(self) -> None:
         """Stop to monitor."""

@@ -9,6 +9,7 @@
         ├── ChannelAddressError  an address that is malformed, in use, or public without a secret
         ├── ChannelClosedError   a call after close
         ├── SecretError          a secret that is too short, or a file that others can read
+        ├── TooManyPeersError    one peer more than a channel may have
         └── UnknownPeerError     a message to a node that is not connected
 
 No error carries a secret, a prompt or tokens.
@@ -49,3 +50,15 @@ class UnknownPeerError(ChannelError, LookupError):
     def __init__(self, peer: str) -> None:
         super().__init__(f"no node {peer!r} is connected")
         self.peer = peer
+
+
+class TooManyPeersError(ChannelError):
+    """A channel has as many peers as it may."""
+
+    def __init__(self, peer: str, max_peers: int) -> None:
+        super().__init__(
+            f"{peer!r} is one peer more than the {max_peers} that this process has file "
+            "descriptors for (`ulimit -Hn`)"
+        )
+        self.peer = peer
+        self.max_peers = max_peers

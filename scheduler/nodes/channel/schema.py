@@ -15,19 +15,27 @@ import msgspec
 from msgspec import Meta
 
 from ...handoff.gateway_messages import (
+    MAX_PROGRESS_ATTEMPTS,
+    MAX_PROGRESS_TOKENS,
+    MAX_UPDATE_BLOCKS,
     AttemptMessage,
+    CacheAsk,
+    CacheUpdate,
     CancelAttempt,
     DecodeFailed,
     DeliveryAck,
     Finished,
+    FollowAttempt,
     GatewayMessage,
+    NewTokens,
     NodeStatus,
     PrefillFailed,
+    Progress,
     RunPrefill,
     Started,
 )
 from ...handoff.messages import Abort, Ack, Ask, Commit, Grant, Message, Refuse, Renew, Send
-from ..transport.descriptors import DIGEST_BYTES, ArraySpec, PullInfo
+from ..transport.descriptors import DIGEST_BYTES, DIGEST_KEY_BYTES, ArraySpec, PullInfo
 from .address import check_target
 
 AnyMessage: TypeAlias = Message | GatewayMessage
@@ -49,6 +57,10 @@ MESSAGES: Final[tuple[type, ...]] = (
     DecodeFailed,
     NodeStatus,
     DeliveryAck,
+    FollowAttempt,
+    Progress,
+    CacheUpdate,
+    CacheAsk,
 )
 """The position of a class is its code on the wire: append new ones, and never remove one."""
 
@@ -57,6 +69,8 @@ MAX_NEW_TOKENS: Final = 1 << 17
 """Limit per request: its output tokens travel in one message."""
 MAX_NAME_CHARS: Final = 256
 MAX_TEXT_CHARS: Final = 4096
+MAX_UNHEARD: Final = 256
+"""Nodes that a status names as unheard, at most."""
 _MAX_ARRAYS: Final = 4096
 _MAX_INT32: Final = 2**31 - 1
 
@@ -84,6 +98,8 @@ def _tuple(item: Any, max_items: int) -> Any:
 _U64: Final = Annotated[int, Meta(ge=0)]  # msgpack has no larger integer
 _TOKEN: Final = _int(-(2**31))
 _DIGEST: Final = _bytes(DIGEST_BYTES, DIGEST_BYTES)
+_HASHES: Final = ("device_stored", "device_removed", "host_stored", "host_removed")
+_HASH_BYTES: Final = 8
 _KINDS: Final = tuple(message.__name__ for message in get_args(AttemptMessage))
 
 # By field name, or by class and field name where two classes differ.
@@ -110,6 +126,11 @@ _LIMITS: Final[dict[str, Any]] = {
     "top_k": _int(),
     "top_p": _float(0.0, 1.0),
     "seed": _int(0, 2**32 - 1),
+    "min_p": _float(0.0, 1.0),
+    "repetition_penalty": _float(0.0, 1e6),
+    "presence_penalty": _float(-2.0, 2.0),
+    "frequency_penalty": _float(-2.0, 2.0),
+    "min_tokens": _int(),
     # Messages between prefill and decode nodes
     "num_groups": _int(1, 1024),
     "Send.group": _int(0, 1023),
@@ -125,23 +146,37 @@ _LIMITS: Final[dict[str, Any]] = {
     "host": _int(),
     "storage": _int(),
     "missing": _tuple(_int(), 1 << 17),
+    "unheard": _tuple(_text(MAX_NAME_CHARS), MAX_UNHEARD),
     # Messages between the gateway and nodes
     "decode_node": _text(MAX_NAME_CHARS),
     "decode_address": _text(256),
     "address": _text(256),
     "tokens": _tuple(_TOKEN, MAX_NEW_TOKENS),
+    "num_tokens": _int(0, MAX_NEW_TOKENS),
+    "start": _int(0, MAX_NEW_TOKENS),
+    "NewTokens.tokens": _tuple(_TOKEN, MAX_PROGRESS_TOKENS),
     "num_preemptions": _int(),
     "block_size": _int(1),
     "num_blocks": _int(1),
     "model": _text(128),
     "kind": Literal[_KINDS],
+    "num_updates": _U64,
+    "num_running": _int(),
+    "num_waiting": _int(),
+    "num_used_blocks": _int(),
+    **dict.fromkeys(
+        ("prompt_tokens", "hit_tokens", "host_hit_tokens", "storage_hit_tokens", "preemptions"),
+        _U64,
+    ),
+    "number": _U64,
+    **dict.fromkeys(_HASHES, _bytes(_HASH_BYTES * MAX_UPDATE_BLOCKS)),
     # PullInfo
     "shape": _tuple(_int(1), 8),
     "dtype": _text(32),
     "group": _int(),
     "namespace_digest": _DIGEST,
     "digests": _tuple(_DIGEST, _MAX_ARRAYS),
-    "expires_at": _float(0.0, 1e11),
+    "digest_key": _bytes(DIGEST_KEY_BYTES, DIGEST_KEY_BYTES),
     "transport": _text(32),
     "route": _bytes(64 << 10),
 }
@@ -152,7 +187,13 @@ def _check_prompt(prompt: bytes) -> None:
         raise ValueError(f"prompt: {len(prompt)} bytes are not a multiple of 4")
 
 
+def _check_hashes(hashes: bytes) -> None:
+    if len(hashes) % _HASH_BYTES:
+        raise ValueError(f"{len(hashes)} bytes of hashes are not a multiple of {_HASH_BYTES}")
+
+
 _CHECKS: Final[dict[str, Callable[[Any], None]]] = {
+    **dict.fromkeys(_HASHES, _check_hashes),
     "prompt": _check_prompt,
     "address": check_target,
     "decode_address": check_target,
@@ -198,8 +239,9 @@ def _wire_field(cls: type, name: str, hint: Any) -> Any:
         return hint
     if hasattr(hint, "__match_args__"):  # another dataclass or named tuple
         return wire_type(hint)
-    if hint == tuple[ArraySpec, ...]:
-        return _tuple(wire_type(ArraySpec), _MAX_ARRAYS)
+    for item, limit in ((ArraySpec, _MAX_ARRAYS), (NewTokens, MAX_PROGRESS_ATTEMPTS)):
+        if hint == tuple[item, ...]:  # type: ignore[valid-type]
+            return _tuple(wire_type(item), limit)
     limit = _LIMITS.get(f"{cls.__name__}.{name}") or _LIMITS[name]
     return limit | None if NoneType in get_args(hint) else limit
 

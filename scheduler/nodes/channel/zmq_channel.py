@@ -9,12 +9,16 @@
 The channel loses messages when a queue is full and when a connection ends. It never repeats or
 reorders them. The protocol tolerates all of this.
 
-With a secret, nodes connect only to holders of the same secret (`curve`). The channel counts the
-connections that it refuses, and receives nothing from them.
+With a secret, nodes connect only to holders of the same secret (`curve`), and a `gate` accepts
+their connections. The channel counts the connections that it refuses, and receives nothing from
+them.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
@@ -40,7 +44,14 @@ from .curve import (
     RefusedConnection,
     refused_connection,
 )
-from .errors import ChannelAddressError, ChannelClosedError, UnknownPeerError
+from .errors import (
+    ChannelAddressError,
+    ChannelClosedError,
+    ChannelError,
+    TooManyPeersError,
+    UnknownPeerError,
+)
+from .gate import FILES_PER_CONNECTION, Gate
 from .schema import AnyMessage
 from .secret import ENVIRONMENT, Secret
 
@@ -48,9 +59,16 @@ _QUEUE_MESSAGES: Final = 1000
 _MAX_PER_CALL: Final = 256
 _RECONNECT_MS: Final = 100
 _MAX_RECONNECT_MS: Final = 2000
+_CONNECT_MS: Final = 1000
+"""Then it connects anew: TCP alone would wait twice as long each time, as long as a cut lasted."""
 _HEARTBEAT_MS: Final = 2000
-_MAX_SOCKETS: Final = 4096
-"""Sockets of ZeroMQ. A peer takes three: its own, and both ends of its `HandshakeMonitor`."""
+_PATIENCE_MS: Final = 10_000
+"""Without a word for so long, a handshake has failed, or a peer's connection is dead."""
+MAX_PEERS: Final = 1000
+_SOCKETS_PER_PEER: Final = 3  # its own, and both ends of its `HandshakeMonitor`
+_CLOSING_PEERS: Final = 16
+FILES_PER_PEER: Final = 1 + _SOCKETS_PER_PEER + FILES_PER_CONNECTION
+"""Descriptors: a connection, one per socket of ZeroMQ, and what the peer's own connection takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +112,13 @@ class ZmqChannel:
     """
 
     def __init__(
-        self, name: str, *, epoch: int, bind: str = "127.0.0.1:0", secret: Secret | None = None
+        self,
+        name: str,
+        *,
+        epoch: int,
+        bind: str = "127.0.0.1:0",
+        secret: Secret | None = None,
+        max_peers: int = MAX_PEERS,
     ) -> None:
         """Bind the inbox.
 
@@ -103,6 +127,8 @@ class ZmqChannel:
             epoch: higher than the epoch of every earlier process of this name.
             bind: ``address:port`` with a numeric address; port 0 takes any free port.
             secret: shared by all nodes; required for an address other than loopback.
+            max_peers: number of peers at a time; each takes ``FILES_PER_PEER`` file descriptors.
+                Messages of further ones are dropped.
 
         Raises:
             ChannelAddressError: for a public address without a secret, or one that cannot be bound.
@@ -122,55 +148,85 @@ class ZmqChannel:
         self._dropped: Counter[DroppedFrame] = Counter()
         self._refused: Counter[RefusedConnection] = Counter()
         self._peers: dict[str, _Peer] = {}
+        self._max_peers = max_peers
+        self._gate: Gate | None = None
         self._context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        # A socket that is closed counts until a thread of ZeroMQ has come to it.
+        most_peers = 2 * max_peers + _CLOSING_PEERS
+        self._context.set(zmq.MAX_SOCKETS, _SOCKETS_PER_PEER * most_peers)
         self._inbox = self._context.socket(zmq.PULL)
         self._monitor = HandshakeMonitor(self._inbox, ALL_FAILURES)
-        self._bind(bind)
-        self.address = self._inbox.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+        try:
+            self.address = self._bind(bind)
+        except (OSError, zmq.ZMQError) as error:
+            self.close()
+            raise ChannelAddressError(f"cannot bind {bind}: {error.strerror}") from None
 
-    def _bind(self, address: str) -> None:
+    def _bind(self, address: str) -> str:
+        """Bind the inbox, or the gate in front of it; return the address."""
         self._inbox.set(zmq.LINGER, 0)
         self._inbox.set(zmq.RCVHWM, _QUEUE_MESSAGES)
-        self._inbox.set(zmq.IPV6, int(host_of(address).version == 6))
-        max_bytes = MAX_FRAME_BYTES
-        if self._keys is not None:
-            self._keys.guard(self._inbox, is_server=True)
-            max_bytes += OVERHEAD_BYTES
-        self._inbox.set(zmq.MAXMSGSIZE, max_bytes)  # a longer frame closes its connection
-        try:
+        is_ipv6 = host_of(address).version == 6
+        if self._keys is None:
+            self._inbox.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # a longer frame ends its connection
+            self._inbox.set(zmq.IPV6, int(is_ipv6))
             self._inbox.bind(f"tcp://{address}")
-        except zmq.ZMQError as error:
-            self.close()
-            raise ChannelAddressError(f"cannot bind {address}: {error.strerror}") from None
+            return self._inbox.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+        self._inbox.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + OVERHEAD_BYTES)
+        self._keys.guard(self._inbox, is_server=True)
+        self._inbox.set(zmq.IPC_FILTER_PID, os.getpid())  # the gate alone may connect
+        inbox = f"radixkv-{secrets.token_hex(16)}"
+        self._inbox.bind(f"ipc://@{inbox}")
+        host, _, port = address.rpartition(":")
+        listener = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host.strip("[]"), int(port)))
+            port = listener.getsockname()[1]
+            self._gate = Gate(listener, inbox, self._monitor, max_connections=self._max_peers)
+        except OSError:
+            listener.close()
+            raise
+        return f"{host}:{port}"
 
     def connect(self, peer: str, address: str) -> None:
         """Set the address of a peer, which need not listen yet.
 
         Raises:
             ChannelAddressError: for an address that is malformed, or that no node can connect to.
+            TooManyPeersError: for one peer more than max_peers.
             ChannelClosedError: after close.
         """
         self._check_open()
         check_target(address)
         known = self._peers.get(peer)
+        if known is None and not self.has_room:
+            raise TooManyPeersError(peer, self._max_peers)
         if known is None or known.address != address:
             self.disconnect(peer)
             self._peers[peer] = self._open(address)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether one more peer can be connected."""
+        return len(self._peers) < self._max_peers
+
     def _open(self, address: str) -> _Peer:
-        socket = self._context.socket(zmq.PUSH)
-        monitor = HandshakeMonitor(socket, PROTOCOL_FAILURES)
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.SNDHWM, _QUEUE_MESSAGES)
-        socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        socket.set(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
-        socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        socket.set(zmq.IPV6, int(host_of(address).version == 6))
+        to = self._context.socket(zmq.PUSH)
+        monitor = HandshakeMonitor(to, PROTOCOL_FAILURES)
+        to.set(zmq.LINGER, 0)
+        to.set(zmq.SNDHWM, _QUEUE_MESSAGES)
+        to.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        to.set(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
+        to.set(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
+        to.set(zmq.HANDSHAKE_IVL, _PATIENCE_MS)
+        to.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        to.set(zmq.HEARTBEAT_TTL, _PATIENCE_MS)  # then the peer's inbox closes the connection
+        to.set(zmq.IPV6, int(host_of(address).version == 6))
         if self._keys is not None:
-            self._keys.guard(socket, is_server=False)
-        socket.connect(f"tcp://{address}")
-        return _Peer(address, socket, monitor)
+            self._keys.guard(to, is_server=False)
+        to.connect(f"tcp://{address}")
+        return _Peer(address, to, monitor)
 
     def disconnect(self, peer: str) -> None:
         """Forget a peer and the messages in its queue. An unknown peer is ignored."""
@@ -219,11 +275,17 @@ class ZmqChannel:
 
         Raises:
             ChannelClosedError: after close.
+            ChannelError: if the gate has ended.
         """
         self._check_open()
-        for code in self._monitor.take(_MAX_PER_CALL):
-            self._refused[refused_connection(code, has_secret=self._keys is not None)] += 1
-        packets = []
+        if self._gate is None:
+            for code in self._monitor.take(_MAX_PER_CALL):
+                self._refused[refused_connection(code, has_secret=False)] += 1
+        elif self._gate.crash is not None:
+            crash = self._gate.crash
+            raise ChannelError(f"no more connections are accepted: {crash!r}") from crash
+        packets: list[Packet] = []
+        newcomers: set[str] = set()
         for _ in range(_MAX_PER_CALL):
             try:
                 parts = self._inbox.recv_multipart(zmq.NOBLOCK)
@@ -232,7 +294,12 @@ class ZmqChannel:
             try:
                 if len(parts) != 1:
                     raise FrameDroppedError(DroppedFrame.NOT_A_FRAME)
-                packets.append(self._reader.read(parts[0]))
+                packet = self._reader.read(parts[0])
+                if packet.sender not in self._peers and packet.sender not in newcomers:
+                    if len(self._peers) + len(newcomers) >= self._max_peers:
+                        raise FrameDroppedError(DroppedFrame.TOO_MANY_SENDERS)
+                    newcomers.add(packet.sender)
+                packets.append(packet)
             except FrameDroppedError as error:
                 self._dropped[error.reason] += 1
         self._received += len(packets)
@@ -255,7 +322,7 @@ class ZmqChannel:
             self._unsent,
             self._dropped.copy(),
             frozenset(self._reader.other_versions),
-            self._refused.copy(),
+            self._refused.copy() if self._gate is None else self._gate.refused(),
         )
 
     def close(self) -> None:
@@ -263,6 +330,8 @@ class ZmqChannel:
         if not self._context.closed:
             for peer in self._peers.values():
                 peer.close()
+            if self._gate is not None:
+                self._gate.close()
             self._inbox.close()
             self._monitor.close()
             self._context.term()

@@ -27,7 +27,6 @@ quarantined until the engine has ended the transfer.
 from __future__ import annotations
 
 import enum
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -45,7 +44,7 @@ class Fault(enum.Enum):
     MISMATCH = "mismatch"
     """The offer is not what D expects. Nothing was pulled."""
     EXPIRED = "expired"
-    """The offer is no longer served."""
+    """P's transport says that it no longer serves the offer."""
     TIMED_OUT = "timed out"
     """The deadline passed: P is stopped, gone, or does not know the offer."""
     PEER_LOST = "peer lost"
@@ -270,8 +269,6 @@ def check_pull(
         reason = _first_difference(offered.arrays, expected.arrays)
     if reason:
         return PullFailed(part_id, Fault.MISMATCH, reason)
-    if info.expires_at <= time.time():
-        return PullFailed(part_id, Fault.EXPIRED, "the offer has expired")
     return None
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ...handoff.messages import PartId
 from .errors import TransportArgumentError
@@ -22,6 +22,9 @@ PayloadArray: TypeAlias = "jax.Array | npt.NDArray[Any]"
 """An array of an offer: gathered blocks of one pool."""
 
 DIGEST_BYTES: Final = 16
+DIGEST_KEY_BYTES: Final = 16
+
+_NONCE_BYTES: Final = 12
 
 # By name, because NumPy knows most of these only when ml_dtypes is loaded. No sub-byte dtypes.
 _ITEM_BYTES: Final = {
@@ -98,8 +101,8 @@ class PullInfo:
     Attributes:
         part_id: id of the part.
         descriptor: layout of the arrays.
-        digests: xxh3_128 of each array's bytes; empty if they never leave the process.
-        expires_at: end of the offer by the wall clock, in seconds.
+        digests: see ``digest_arrays``; empty if the arrays never leave the process.
+        digest_key: key of the digests, of this part alone.
         transport: name of P's transport; D must use the same.
         route: location of the arrays, in the transport's own format.
     """
@@ -107,9 +110,9 @@ class PullInfo:
     part_id: PartId
     descriptor: Descriptor
     digests: tuple[bytes, ...]
-    expires_at: float
     transport: str
     route: bytes
+    digest_key: bytes = field(default=b"", repr=False)
 
 
 def describe(
@@ -135,9 +138,33 @@ def digest_namespace(namespace: bytes) -> bytes:
     return hashlib.sha256(namespace).digest()[:DIGEST_BYTES]
 
 
-def digest_arrays(arrays: Sequence[PayloadArray]) -> tuple[bytes, ...]:
-    """Return the digest of each array's bytes; waits until they are on the host."""
-    return tuple([xxhash.xxh3_128_digest(array_bytes(np.asarray(array)).data) for array in arrays])
+def make_digest_key() -> bytes:
+    """Return a new key for the digests of one part."""
+    return secrets.token_bytes(DIGEST_KEY_BYTES)
+
+
+def digest_arrays(arrays: Sequence[PayloadArray], key: bytes, first: int = 0) -> tuple[bytes, ...]:
+    """Return the digest of each array's bytes; waits until they are on the host.
+
+    The digests are message authentication codes (AES-GMAC). The key and the digests travel with
+    SEND, which CURVE encrypts if there is a secret. Somebody who can change the arrays on their way
+    but does not know the key finds no others with the same digests.
+
+    Args:
+        arrays: arrays of a part.
+        key: result of `make_digest_key`, used for one part only.
+        first: index of the first array in the part.
+    """
+    # Here, because transports in one process do not need the extra.
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    cipher = AESGCM(key)
+    return tuple(
+        [
+            cipher.encrypt(index.to_bytes(_NONCE_BYTES, "little"), b"", array_bytes(host).data)
+            for index, host in enumerate(map(np.asarray, arrays), first)
+        ]
+    )
 
 
 def array_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

@@ -69,12 +69,12 @@ class InProcessTransport(Transport):
         """See `Transport.offer`."""
         self._check_open()
         check_offer(part_id, arrays, descriptor, part_id in self._expires_at)
-        expires_at = time.time() + ttl_s
+        expires_at = time.monotonic() + ttl_s
         self._expires_at[part_id] = expires_at
         self._exchange.offers[part_id] = tuple(
             [array.copy() if isinstance(array, np.ndarray) else array for array in arrays]
         )
-        info = PullInfo(part_id, descriptor, (), expires_at, NAME, b"")
+        info = PullInfo(part_id, descriptor, (), NAME, b"")
         self._events.append(Offered(part_id, info))
 
     def withdraw(self, key: AttemptKey, *, was_read: bool = False) -> None:
@@ -118,7 +118,7 @@ class InProcessTransport(Transport):
 
     def poll(self) -> list[Event]:
         """See `Transport.poll`."""
-        now = time.time()
+        now = time.monotonic()
         for part_id in [each for each, end in self._expires_at.items() if end <= now]:
             self._forget(part_id)
             self._offers_expired += 1

@@ -13,6 +13,9 @@ is never pulled is never freed. Anybody who guesses a 64-bit number may read an 
 - An offer that no peer has pulled is pulled by its own node, completely, which frees it.
 - A server that no longer serves its own node is replaced. If its process was stopped while others
   broke their pulls, it may serve nobody after it continues.
+- A connection takes five file descriptors, and the process aborts when there are none. So a pull
+  waits for a connection, of which a peer has a few, and for descriptors. A server for a peer that
+  nothing is read from is closed when there are many, or few descriptors.
 - The server listens at one address, loopback by default.
 - Descriptors are compared before a pull, and digests after it (`base.check_pull`, `TransferTable`).
 
@@ -24,6 +27,8 @@ Source: measured on jax 0.10.2, 0.11.2 and 0.12.0; neither timeouts nor errors a
 from __future__ import annotations
 
 import ipaddress
+import os
+import resource
 import secrets
 import struct
 import time
@@ -35,9 +40,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from .base import Fault
-from .descriptors import ArraySpec, Descriptor, PayloadArray, digest_arrays, is_ready
+from .descriptors import (
+    ArraySpec,
+    Descriptor,
+    PayloadArray,
+    digest_arrays,
+    is_ready,
+    make_digest_key,
+)
 from .errors import TransportUnavailableError
-from .transfer_engine import EngineOffer, EnginePull, PullError, TransferEngine
+from .transfer_engine import (
+    MAX_FILES,
+    EngineOffer,
+    EnginePull,
+    PullError,
+    TransferEngine,
+    seal,
+    unseal,
+)
 
 NAME: Final = "jax"
 
@@ -49,6 +69,12 @@ _SELF_PULL_S: Final = 1.0
 _SELF_TEST_S: Final = 10.0
 _STUCK_S: Final = 0.05
 _MAINTAIN_EVERY_S: Final = 0.05
+_MAX_PULLS_PER_PEER: Final = 16
+_MAX_READERS: Final = 32
+_DESCRIPTORS_PER_SERVER: Final = 1 + _NUM_CHANNELS
+_DESCRIPTORS_PER_CONNECTION: Final = 1 + _NUM_CHANNELS  # at each end
+_DESCRIPTORS_TO_START: Final = 32  # of JAX's client and the self-test
+_SPARE_DESCRIPTORS: Final = 64  # for connections from peers, and for the rest of the process
 _LOST_WORDS: Final = ("onnection", "recv")  # in the errors after a peer has ended
 
 
@@ -60,6 +86,7 @@ class JaxEngine(TransferEngine):
 
     name = NAME
     copies_offers = False
+    room = "free connection or file descriptor"
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         """Start the server, and pull from it.
@@ -68,14 +95,21 @@ class JaxEngine(TransferEngine):
             host: numeric address that peers connect to; not the address of all interfaces.
 
         Raises:
-            TransportUnavailableError: if JAX has no transfers here, or they do not work.
+            TransportUnavailableError: if JAX has no transfers here, they do not work, or there are
+                too few file descriptors.
         """
         _check_host(host)
+        needed = _DESCRIPTORS_TO_START + _SPARE_DESCRIPTORS
+        if (free := num_free_descriptors()) < needed:
+            raise TransportUnavailableError(
+                f"jax transfers need {needed} file descriptors, and {free} are free (`ulimit -n`)"
+            )
         self._host = f"[{host}]" if ":" in host else host
         self._device = jax.local_devices()[0]
         self._server = self._start()
         self.address: str = self._server.address()
-        self._readers: dict[str, JaxReader] = {}  # by the address of their peer
+        # By the address of their peer, the last used at the end.
+        self._readers: dict[str, JaxReader] = {}
         self._quarantine: list[JaxPull] = []
         # Kept, because deleting a server that has connections ends the process.
         self._replaced: list[Any] = []
@@ -133,26 +167,65 @@ class JaxEngine(TransferEngine):
         if reset is not None:
             reset()
 
-    def pull(self, route: bytes, descriptor: Descriptor) -> JaxPull:
+    def pull(self, route: bytes, descriptor: Descriptor, digest_key: bytes) -> JaxPull | None:
         """See `TransferEngine.pull`."""
+        route = unseal(route)
         address = route[_NUMBER.size :].decode("ascii", "replace")
         if len(route) <= _NUMBER.size or not _is_address(address):
             raise PullError(Fault.MISMATCH, "no address of a transfer server")
-        return self.begin(address, _NUMBER.unpack_from(route)[0], descriptor.arrays)
+        if not self.has_room(address, 1):
+            return None
+        pull = self.begin(address, _NUMBER.unpack_from(route)[0], descriptor.arrays)
+        pull.digest_key = digest_key
+        return pull
 
     def begin(self, address: str, number: int, specs: Sequence[ArraySpec]) -> JaxPull:
-        """Pull the offer of a number from the server at an address.
+        """Pull the offer of a number from the server at an address; see `has_room`.
 
         Raises:
             PullError: if the pull fails at once.
         """
-        if address not in self._readers:
+        reader = self._readers.pop(address, None)
+        if reader is None:
             try:
-                server = self._start()
+                reader = JaxReader(self._start(), address, self._device)
             except TransportUnavailableError as error:
                 raise PullError(Fault.FAILED, _first_line(error)) from error
-            self._readers[address] = JaxReader(server, address, self._device)
-        return self._readers[address].begin(number, specs, self._quarantine_pull)
+        self._readers[address] = reader
+        return reader.begin(number, specs, self._quarantine_pull)
+
+    def has_room(self, address: str, num_pulls: int) -> bool:
+        """Whether some pulls from an address may begin; it closes servers that read nothing."""
+        reader = self._readers.get(address)
+        num_idle = 0 if reader is None else reader.num_idle
+        if reader is not None and reader.num_running + num_pulls > _MAX_PULLS_PER_PEER:
+            return False
+        num_new = max(0, num_pulls - num_idle)
+        if not num_new:
+            return True
+        num_ends = 2 if address == self.address else 1
+        needed = num_new * num_ends * _DESCRIPTORS_PER_CONNECTION
+        needed += _DESCRIPTORS_PER_SERVER if reader is None else 0
+        unused = [
+            key for key, each in self._readers.items() if not each.num_running and key != address
+        ]
+        while unused and not self._has_descriptors(needed, is_new=reader is None):
+            del self._readers[unused.pop(0)]
+        return self._has_descriptors(needed, is_new=reader is None)
+
+    def _has_descriptors(self, needed: int, *, is_new: bool) -> bool:
+        """Whether some descriptors may be taken, for a new reader or one that is there."""
+        if is_new and len(self._readers) >= _MAX_READERS:
+            return False
+        used = _DESCRIPTORS_PER_SERVER
+        for address, reader in self._readers.items():
+            num_ends = 2 if address == self.address else 1
+            num_connections = reader.num_running + reader.num_idle
+            used += _DESCRIPTORS_PER_SERVER
+            used += num_connections * num_ends * _DESCRIPTORS_PER_CONNECTION
+        if used + needed > MAX_FILES:
+            return False
+        return num_free_descriptors() >= needed + _SPARE_DESCRIPTORS
 
     def _quarantine_pull(self, pull: JaxPull) -> None:
         """Keep a broken pull until it has ended, and read its peer over another server."""
@@ -195,7 +268,7 @@ class JaxOffer(EngineOffer):
     def __init__(
         self, engine: JaxEngine, address: str, number: int, specs: tuple[ArraySpec, ...]
     ) -> None:
-        self.route = _NUMBER.pack(number) + address.encode()
+        self.route = seal(_NUMBER.pack(number) + address.encode())
         self.address = address
         self.number = number
         self.specs = specs
@@ -203,6 +276,7 @@ class JaxOffer(EngineOffer):
         self._self_pull: JaxPull | None = None
         self._probe: JaxPull | None = None
         self._self_pull_until = 0.0
+        self._is_waiting = False  # for connections to pull it
 
     def was_read(self) -> bool:
         """See `EngineOffer.was_read`: JAX does not tell."""
@@ -210,9 +284,19 @@ class JaxOffer(EngineOffer):
 
     def withdraw(self, was_read: bool) -> None:
         """See `EngineOffer.withdraw`: pull the whole offer, unless D has."""
-        if not was_read and self.address == self._engine.address:
-            self._self_pull = self._engine.begin(self.address, self.number, self.specs)
-            self._probe = self._engine.probe()
+        self._is_waiting = not was_read
+        if self._is_waiting:
+            self._begin_self_pull()
+
+    def _begin_self_pull(self) -> None:
+        """Begin to pull the offer, unless it went with its server or there is no room."""
+        engine = self._engine
+        if self.address != engine.address:
+            self._is_waiting = False
+        elif engine.has_room(self.address, 2):
+            self._is_waiting = False
+            self._self_pull = engine.begin(self.address, self.number, self.specs)
+            self._probe = engine.probe()
             self._self_pull_until = time.monotonic() + _SELF_PULL_S
 
     def is_withdrawn(self) -> bool:
@@ -221,19 +305,24 @@ class JaxOffer(EngineOffer):
         If the node's own pull does not end, either D has begun to pull the offer, or the server
         serves nobody any more, which the probe tells.
         """
-        if self._self_pull is None or self._probe is None:
-            return True
-        try:
-            done = self._self_pull.advance() == len(self.specs)
-        except PullError:
-            done = True
-        if not done and time.monotonic() < self._self_pull_until:
+        if self._is_waiting:
+            self._begin_self_pull()
+        if self._is_waiting:
             return False
-        if not done:
-            self._self_pull.abandon()
-            if not self._probe.has_ended() and self.address == self._engine.address:
-                self._probe.abandon()
-                self._engine.replace_server()
+        if self._self_pull is not None and _end_if_arrived(self._self_pull):
+            self._self_pull = None
+        if self._probe is not None and _end_if_arrived(self._probe):
+            self._probe = None
+        if self._self_pull is None and self._probe is None:
+            return True
+        if time.monotonic() < self._self_pull_until:
+            return False
+        for pull in (self._self_pull, self._probe):
+            if pull is not None:
+                pull.abandon()
+        serves_nobody = self._self_pull is not None and self._probe is not None
+        if serves_nobody and self.address == self._engine.address:
+            self._engine.replace_server()
         self._self_pull = self._probe = None
         return True
 
@@ -243,6 +332,9 @@ class JaxReader:
 
     A connection serves one pull at a time, so breaking it ends no other pull. The connection of a
     successful pull is used again, because new connections are slow at first.
+
+    Attributes:
+        num_running: number of connections that pulls use.
     """
 
     def __init__(self, server: Any, address: str, device: jax.Device) -> None:
@@ -250,6 +342,12 @@ class JaxReader:
         self._address = address
         self._sharding = jax.sharding.SingleDeviceSharding(device)
         self._idle: list[Any] = []
+        self.num_running = 0
+
+    @property
+    def num_idle(self) -> int:
+        """Number of connections that no pull uses."""
+        return len(self._idle)
 
     def begin(
         self, number: int, specs: Sequence[ArraySpec], on_abandon: Callable[[JaxPull], None]
@@ -272,10 +370,12 @@ class JaxReader:
             arrays = tuple(connection.pull(number, wanted))
         except Exception as error:
             raise PullError(Fault.FAILED, _first_line(error)) from error
+        self.num_running += 1
         return JaxPull(self, connection, arrays, on_abandon)
 
     def reuse(self, connection: Any) -> None:
         """Keep the connection of a successful pull for the next one."""
+        self.num_running -= 1
         self._idle.append(connection)
 
 
@@ -300,6 +400,7 @@ class JaxPull(EnginePull):
         self.arrays = arrays
         self.num_bytes = sum(array.nbytes for array in arrays)
         self._connection = connection
+        self._is_connected = True  # until another pull may use the connection
         self._on_abandon = on_abandon
         self._num_arrived = 0
 
@@ -315,6 +416,9 @@ class JaxPull(EnginePull):
             lost = any(word in str(error) for word in _LOST_WORDS)
             fault = Fault.PEER_LOST if lost else Fault.FAILED
             raise PullError(fault, _first_line(error)) from None
+        if self._is_connected and self._num_arrived == len(self.arrays):
+            self._is_connected = False
+            self.reader.reuse(self._connection)
         return self._num_arrived
 
     def has_ended(self) -> bool:
@@ -324,12 +428,14 @@ class JaxPull(EnginePull):
     def free(self) -> None:
         """See `EnginePull.free`."""
         self.arrays = ()
-        self.reader.reuse(self._connection)
 
     def abandon(self) -> None:
-        """See `EnginePull.abandon`: break the connection."""
-        self._connection._poison_connection()
-        self._on_abandon(self)
+        """See `EnginePull.abandon`: break the connection, unless everything has arrived."""
+        if self._is_connected:
+            self._is_connected = False
+            self._connection._poison_connection()
+            self.reader.num_running -= 1
+            self._on_abandon(self)
 
 
 def _test(engine: JaxEngine) -> None:
@@ -354,12 +460,29 @@ def _test(engine: JaxEngine) -> None:
         pull = engine.begin(engine.address, offered.number, specs)
         _await(pull.has_ended, "a pull from this node itself")
         pull.advance()
-        if digest_arrays(pull.arrays) != digest_arrays(sent):
+        key = make_digest_key()
+        if digest_arrays(pull.arrays, key) != digest_arrays(sent, key):
             raise TransportUnavailableError("a pull from this node itself gave other bytes")
     except (PullError, AttributeError) as error:
         raise TransportUnavailableError(
             f"jax.experimental.transfer failed its self-test: {_first_line(error)}"
         ) from error
+
+
+def _end_if_arrived(pull: JaxPull) -> bool:
+    """Free a pull whose arrays have all arrived, or abandon one that failed; return whether."""
+    try:
+        if pull.advance() < len(pull.arrays):
+            return False
+        pull.free()
+    except PullError:
+        pull.abandon()
+    return True
+
+
+def num_free_descriptors() -> int:
+    """Number of file descriptors that this process may still open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
 
 
 def _await(is_true: Callable[[], bool], what: str) -> None:

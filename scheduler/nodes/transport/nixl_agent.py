@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import secrets
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any, Final, NamedTuple
 
 from .base import Fault
@@ -15,12 +20,18 @@ from .errors import TransportUnavailableError
 from .staging import Segment, StagingPool
 from .transfer_engine import PullError
 
-INSTALL: Final = "pip install --no-deps nixl-cu12"
+INSTALL: Final = "pip install --no-deps nixl-cu13, or nixl-cu12"
 
 NUM_READERS: Final = 2
 """Number of threads that may read at the same time."""
 
+VERSION_BYTES: Final = 16
+
 _PACKAGES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
+_NAME: Final = re.compile(rb"radixkv-[0-9a-f]{16}")
+_MAX_PEERS: Final = 256
+_MAX_OUTPUT_BYTES: Final = 64 << 10
+_UCX_ERROR: Final = re.compile(r"UCX +ERROR +(.{1,200})")
 
 
 class PreparedReads(NamedTuple):
@@ -39,6 +50,7 @@ class NixlAgent:
 
     Attributes:
         metadata: data that other agents need to reach this one.
+        version: version of NIXL, of VERSION_BYTES.
         pool: staging memory.
         address: address of its first byte.
     """
@@ -52,30 +64,37 @@ class NixlAgent:
         Raises:
             TransportUnavailableError: if NIXL is not installed or does not work here.
         """
-        api = _load()
+        api, package = _load()
+        self.version = version(package).encode()[:VERSION_BYTES].ljust(VERSION_BYTES, b"\0")
         if devices is not None:
             os.environ.setdefault("UCX_NET_DEVICES", devices)
         self.pool = StagingPool(staging_bytes)
         self.address: int = self.pool.memory.ctypes.data
-        self._name = f"radixkv-{secrets.token_hex(8)}"
-        self._peers: dict[bytes, str] = {}  # names by metadata
-        try:
-            # NIXL's progress thread would occupy a processor, which makes TCP slower.
-            config = api.nixl_agent_config(
-                enable_prog_thread=False,
-                backends=[],
-                sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
-            )
-            self.nixl: Any = api.nixl_agent(self._name, config)
-            self.nixl.create_backend("UCX", {"num_workers": str(NUM_READERS)})
-            memory = [(self.address, staging_bytes, 0, "")]
-            self._registered: Any = self.nixl.register_memory(memory, "DRAM")
-            self.metadata: bytes = self.nixl.get_agent_metadata()
-            self._test()
-        except Exception as error:  # NIXL's own types, one per code
-            raise TransportUnavailableError(
-                f"NIXL does not work here: {_first_line(error)}"
-            ) from error
+        self._name = _new_name()
+        self._peers: dict[bytes, str] = {}  # names by metadata, the last used at the end
+        self._num_pulls: Counter[str] = Counter()  # by the name of a peer
+        with _output_on_stderr() as output:
+            try:
+                self._start(api, staging_bytes)
+                self._test()
+            except Exception as error:  # NIXL's own types, one per code
+                reasons = [_first_line(error), *_UCX_ERROR.findall(output())]
+                raise TransportUnavailableError(
+                    f"NIXL does not work here: {'; '.join(reasons)}"
+                ) from error
+
+    def _start(self, api: Any, staging_bytes: int) -> None:
+        # NIXL's progress thread would occupy a processor, which makes TCP slower.
+        config = api.nixl_agent_config(
+            enable_prog_thread=False,
+            backends=[],
+            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
+        )
+        self.nixl: Any = api.nixl_agent(self._name, config)
+        self.nixl.create_backend("UCX", {"num_workers": str(NUM_READERS)})
+        memory = [(self.address, staging_bytes, 0, "")]
+        self._registered: Any = self.nixl.register_memory(memory, "DRAM")
+        self.metadata: bytes = self.nixl.get_agent_metadata()
 
     def _test(self) -> None:
         """Read one half of the memory into the other."""
@@ -98,20 +117,56 @@ class NixlAgent:
     # Peers
 
     def add_peer(self, metadata: bytes) -> str:
-        """Register a peer unless it is known, and return its name.
+        """Register a peer unless it is known, and return its name in this process.
+
+        NIXL keeps what it has read of wrong metadata, and refuses other metadata of that name. So
+        each registration has a name of its own, whatever the metadata says.
 
         Raises:
             PullError: for invalid metadata.
         """
         if metadata == self.metadata:
             return self._name
-        if metadata not in self._peers:
-            try:
-                name = self.nixl.add_remote_agent(metadata)
-            except Exception as error:
-                raise _pull_error(error) from error
-            self._peers[metadata] = name.decode() if isinstance(name, bytes) else name
-        return self._peers[metadata]
+        name = self._peers.pop(metadata, None) or self._register(metadata)
+        self._peers[metadata] = name
+        for other in [each for each in list(self._peers.values()) if not self._num_pulls[each]]:
+            if len(self._peers) <= _MAX_PEERS:
+                break
+            self._forget_peer(other)
+            self._remove(other)
+        return name
+
+    def _register(self, metadata: bytes) -> str:
+        name = _new_name()
+        renamed, num_names = _NAME.subn(name.encode(), metadata)
+        if not num_names:
+            raise PullError(Fault.MISMATCH, "no metadata of a NIXL agent")
+        try:
+            found = self.nixl.add_remote_agent(renamed)
+        except Exception as error:
+            self._remove(name)
+            raise _pull_error(error) from error
+        if found not in (name, name.encode()):
+            self._remove(found)
+            raise PullError(Fault.MISMATCH, "metadata of a NIXL agent with another name")
+        return name
+
+    def _remove(self, name: str | bytes) -> None:
+        with contextlib.suppress(Exception):  # unknown, or its connection is broken
+            self.nixl.remove_remote_agent(name)
+
+    def enter(self, peer: str) -> str:
+        """Count a pull from a peer, which is not removed until it has left; return the peer."""
+        self._num_pulls[peer] += 1
+        return peer
+
+    def leave(self, peer: str) -> None:
+        """Note the end of a pull; remove a peer that was forgotten with its last one."""
+        self._num_pulls[peer] -= 1
+        if not self._num_pulls[peer]:
+            del self._num_pulls[peer]
+            if peer != self._name and peer not in list(self._peers.values()):
+                self._remove(peer)
 
     def notify(self, peer: str, notification: bytes) -> None:
         """Send a notification, which is lost if the peer is gone."""
@@ -144,7 +199,7 @@ class NixlAgent:
                 nixl.prep_xfer_dlist(peer, nixl.get_xfer_descs(source, "DRAM")),
             )
         except Exception as error:
-            raise self._forget_peer(peer, error) from error
+            raise self._lost(peer, error) from error
 
     def release_prepared(self, prepared: PreparedReads) -> None:
         """Free prepared reads, all of which have ended."""
@@ -162,7 +217,7 @@ class NixlAgent:
         try:
             return self.nixl.make_prepped_xfer("READ", local, [number], remote, [number])
         except Exception as error:
-            raise self._forget_peer(peer, error) from error
+            raise self._lost(peer, error) from error
 
     def post(self, handle: Any, peer: str = "") -> bool:
         """Begin a read; return whether it may still write.
@@ -173,11 +228,11 @@ class NixlAgent:
         try:
             state = self.nixl.transfer(handle)
         except Exception as error:
-            raise self._forget_peer(peer, error) from error
+            raise self._lost(peer, error) from error
         return _is_running(state)
 
-    def is_running(self, handle: Any) -> bool:
-        """Whether a read may still write.
+    def is_running(self, handle: Any, peer: str = "") -> bool:
+        """Whether a read from a peer may still write.
 
         Raises:
             PullError: if the read failed; it writes nothing any more.
@@ -185,7 +240,7 @@ class NixlAgent:
         try:
             state = self.nixl.check_xfer_state(handle)
         except Exception as error:
-            raise _pull_error(error) from error
+            raise self._lost(peer, error) from error
         return _is_running(state)
 
     def release(self, handle: Any) -> None:
@@ -193,15 +248,46 @@ class NixlAgent:
         with contextlib.suppress(Exception):  # NIXL may refuse when the peer is gone
             self.nixl.release_xfer_handle(handle)
 
-    def _forget_peer(self, peer: str, error: Exception) -> PullError:
+    def _lost(self, peer: str, error: Exception) -> PullError:
         """Forget a peer after an error, so that the next pull registers it again."""
-        for metadata in [each for each, name in list(self._peers.items()) if name == peer]:
-            self._peers.pop(metadata, None)  # both threads may get here
+        self._forget_peer(peer)
         return _pull_error(error)
 
+    def _forget_peer(self, peer: str) -> None:
+        for metadata in [each for each, name in list(self._peers.items()) if name == peer]:
+            self._peers.pop(metadata, None)  # both threads may get here
 
-def _load() -> Any:
-    """Import NIXL, and stop its logging to stdout.
+
+@contextlib.contextmanager
+def _output_on_stderr() -> Iterator[Callable[[], str]]:
+    """Collect what C++ writes to stdout and stderr, yield what returns it, and write it to stderr.
+
+    UCX says only there why it fails, and writes it to stdout, where commands print results.
+    """
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    with tempfile.TemporaryFile() as file:
+        kept = {}
+        for each in (1, 2):
+            with contextlib.suppress(OSError):  # a service may have closed it
+                kept[each] = os.dup(each)
+                os.dup2(file.fileno(), each)
+        try:
+            yield lambda: os.pread(file.fileno(), _MAX_OUTPUT_BYTES, 0).decode(errors="replace")
+        finally:
+            for each, copy in kept.items():
+                os.dup2(copy, each)
+                os.close(copy)
+            if 2 in kept:
+                os.write(2, os.pread(file.fileno(), _MAX_OUTPUT_BYTES, 0))
+
+
+def _new_name() -> str:
+    return f"radixkv-{secrets.token_hex(8)}"
+
+
+def _load() -> tuple[Any, str]:
+    """Import NIXL, and stop its logging to stdout; return its module and the package's name.
 
     Raises:
         TransportUnavailableError: if NIXL is not installed.
@@ -215,7 +301,7 @@ def _load() -> Any:
         logger = logging.getLogger("nixl")
         logger.handlers.clear()
         logger.propagate = True
-        return api
+        return api, package
     raise TransportUnavailableError(f"NIXL is not installed: {INSTALL}")
 
 

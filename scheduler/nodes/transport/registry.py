@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+from importlib.util import find_spec
 from typing import Final
 
 from .base import Transport
-from .errors import TransportArgumentError
+from .errors import TransportArgumentError, TransportUnavailableError
 from .threaded import ThreadedTransport
 
 PROCESS_TRANSPORTS: Final = ("jax", "nixl")
@@ -31,6 +32,10 @@ def open_transport(
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         raise TransportArgumentError(f"host must be an IP address, got {host!r}") from None
+    if find_spec("cryptography") is None:
+        raise TransportUnavailableError(
+            "cryptography is not installed: pip install 'radixkv[nodes]'"
+        )
     match name:
         case "jax":
             from .jax_engine import JaxEngine

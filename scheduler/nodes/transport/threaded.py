@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -58,6 +59,9 @@ class ThreadedTransport(Transport):
         self._is_closed = False
         # A daemon, because an engine that hangs must not keep the process from ending.
         self._thread = Thread(target=self._run, name=f"radixkv-{engine.name}", daemon=True)
+        # Python unwinds the stack of a daemon thread that needs the GIL after the interpreter's
+        # end. In the C++ of JAX or NIXL, that aborts the process.
+        atexit.register(self.close)
         self._thread.start()
 
     def offer(
@@ -72,7 +76,7 @@ class ThreadedTransport(Transport):
         self._check_open()
         check_offer(part_id, arrays, descriptor, part_id in self._offered)
         self._offered.add(part_id)
-        offer = OfferEntry(tuple(arrays), descriptor, time.time() + ttl_s)
+        offer = OfferEntry(tuple(arrays), descriptor, time.monotonic() + ttl_s)
         self._do(partial(self._table.offer, part_id, offer))
 
     def withdraw(self, key: AttemptKey, *, was_read: bool = False) -> None:
@@ -140,6 +144,8 @@ class ThreadedTransport(Transport):
             self._is_closed = True
             self._changed.notify()
         self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            atexit.unregister(self.close)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -5,11 +5,18 @@ All calls come from one thread, and none waits for a peer.
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Final
 
 from .base import Fault
 from .descriptors import Descriptor, PayloadArray, digest_arrays
+
+MAX_FILES: Final = 400
+"""File descriptors that an engine may take for itself."""
+
+_SEAL_BYTES: Final = 8
 
 
 class PullError(Exception):
@@ -57,9 +64,11 @@ class EnginePull(ABC):
 
     Attributes:
         arrays: the destination, valid until `free`; see `advance` for how many have arrived.
+        digest_key: key of the digests.
     """
 
     arrays: tuple[PayloadArray, ...]
+    digest_key: bytes
 
     @abstractmethod
     def advance(self) -> int:
@@ -73,7 +82,7 @@ class EnginePull(ABC):
 
     def digests(self, start: int, stop: int) -> Sequence[bytes]:
         """Return the digests of arrays that have arrived; see `digest_arrays`."""
-        return digest_arrays(self.arrays[start:stop])
+        return digest_arrays(self.arrays[start:stop], self.digest_key, start)
 
     @abstractmethod
     def free(self) -> None:
@@ -90,10 +99,12 @@ class TransferEngine(ABC):
     Attributes:
         name: name of the engine; both nodes must use the same.
         copies_offers: see `Transport`.
+        room: what a pull may have to wait for.
     """
 
     name: str
     copies_offers: bool
+    room: str
 
     @abstractmethod
     def offer(self, arrays: Sequence[PayloadArray]) -> EngineOffer | None:
@@ -104,12 +115,13 @@ class TransferEngine(ABC):
         """
 
     @abstractmethod
-    def pull(self, route: bytes, descriptor: Descriptor) -> EnginePull | None:
+    def pull(self, route: bytes, descriptor: Descriptor, digest_key: bytes) -> EnginePull | None:
         """Begin a read; None if there is no room at the moment.
 
         Args:
             route: route of a peer's offer, not trusted.
             descriptor: layout of the arrays.
+            digest_key: key for `EnginePull.digests`.
 
         Raises:
             PullError: if the read fails at once.
@@ -133,3 +145,24 @@ class TransferEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop. Memory that a transfer may still write is never freed."""
+
+
+def seal(route: bytes) -> bytes:
+    """Return a route with a digest, so that no engine sees one with a flipped bit."""
+    return _digest(route) + route
+
+
+def unseal(sealed: bytes) -> bytes:
+    """Return the route.
+
+    Raises:
+        PullError: for a route that is not as its engine made it.
+    """
+    digest, route = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
+    if digest != _digest(route):
+        raise PullError(Fault.MISMATCH, "the route is damaged")
+    return route
+
+
+def _digest(route: bytes) -> bytes:
+    return hashlib.blake2b(route, digest_size=_SEAL_BYTES).digest()

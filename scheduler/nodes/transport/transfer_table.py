@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 
 from ...handoff.messages import AttemptKey, PartId
 from .base import Event, Fault, Offered, OfferFailed, PullFailed, Received, Withdrawn
-from .descriptors import Descriptor, PayloadArray, PullInfo, digest_arrays, is_ready
+from .descriptors import (
+    Descriptor,
+    PayloadArray,
+    PullInfo,
+    digest_arrays,
+    is_ready,
+    make_digest_key,
+)
 from .transfer_engine import EngineOffer, EnginePull, PullError, TooLargeError, TransferEngine
 
 
@@ -21,7 +28,7 @@ class OfferEntry:
 
     Attributes:
         arrays: the arrays; empty as soon as they are served.
-        expires_at: end of the offer by the wall clock.
+        expires_at: end of the offer by the monotonic clock of this process.
         served: the engine's offer; None until there is room and the arrays are computed.
         is_ending: whether the engine's offer was withdrawn.
     """
@@ -81,7 +88,7 @@ class TransferTable:
         offers = self._offers.values()
         if self._pulls or any(offer.served is None or offer.is_ending for offer in offers):
             return 0.0
-        waits = [max(0.0, offer.expires_at - time.time()) for offer in offers]
+        waits = [max(0.0, offer.expires_at - time.monotonic()) for offer in offers]
         if self.engine.maintain_every_s is not None:
             waits.append(self.engine.maintain_every_s)
         return min(waits, default=None)
@@ -134,7 +141,7 @@ class TransferTable:
         if every_s is not None and time.monotonic() >= self._maintained_at + every_s:
             self._maintained_at = time.monotonic()
             self.engine.maintain()
-        now = time.time()
+        now = time.monotonic()
         for part_id, offer in list(self._offers.items()):
             if offer.is_ending:
                 assert offer.served is not None, "an offer that was never served ends at once"
@@ -159,22 +166,24 @@ class TransferTable:
 
     def _serve(self, part_id: PartId, offer: OfferEntry) -> None:
         """Serve a part if its arrays are computed and there is room."""
-        if not all(is_ready(array) for array in offer.arrays):
+        arrays = offer.arrays
+        if not all(is_ready(array) for array in arrays):
             return
         try:
-            served = self.engine.offer(offer.arrays)
-            if served is None:
+            offer.served = self.engine.offer(arrays)
+            if offer.served is None:
                 return
-            digests = digest_arrays(offer.arrays)
+            offer.arrays = ()
+            key = make_digest_key()
+            digests = digest_arrays(arrays, key)
         except Exception as error:  # raised by the computation or the engine: the part is lost
             is_ours = isinstance(error, TooLargeError)
             reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
-            del self._offers[part_id]
             self._events.append(OfferFailed(part_id, reason))
+            self._end_offer(part_id, was_read=False)
             return
-        offer.served, offer.arrays = served, ()
-        name, expires_at = self.engine.name, offer.expires_at
-        info = PullInfo(part_id, offer.descriptor, digests, expires_at, name, served.route)
+        name, route = self.engine.name, offer.served.route
+        info = PullInfo(part_id, offer.descriptor, digests, name, route, key)
         self._events.append(Offered(part_id, info))
 
     def _end_offer(self, part_id: PartId, was_read: bool) -> None:
@@ -190,7 +199,8 @@ class TransferTable:
         num_arrived = pull.num_arrived
         try:
             if pull.running is None:
-                pull.running = self.engine.pull(pull.info.route, pull.expected)
+                info = pull.info
+                pull.running = self.engine.pull(info.route, pull.expected, info.digest_key)
             if pull.running is not None:
                 self._check_arrived(pull, pull.running)
         except PullError as error:
@@ -199,6 +209,12 @@ class TransferTable:
         except TooLargeError as error:
             self.fail(PullFailed(part_id, Fault.TOO_LARGE, str(error)))
             return True
+        except AssertionError:
+            raise
+        except Exception as error:  # what a route or a peer makes an engine raise
+            reason = f"{type(error).__name__}: {error}"
+            self.fail(PullFailed(part_id, Fault.FAILED, reason))
+            return True
         if pull.running is not None and pull.num_arrived == len(pull.expected.arrays):
             self._received[part_id] = pull.running
             del self._pulls[part_id]
@@ -206,7 +222,7 @@ class TransferTable:
             self.bytes_received += pull.expected.num_bytes
             self._events.append(Received(part_id, pull.running.arrays))
         elif time.monotonic() >= pull.deadline:
-            what = "there was no room in staging memory" if pull.running is None else "it ran"
+            what = f"there was no {self.engine.room}" if pull.running is None else "it ran"
             self.fail(PullFailed(part_id, Fault.TIMED_OUT, f"{what} until the deadline"))
         return pull.num_arrived > num_arrived
 

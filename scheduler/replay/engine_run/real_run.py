@@ -25,11 +25,12 @@ from ....kvcache.manager import CacheManager
 from ....kvcache.tiers.host_tier import HostConfig
 from ....kvcache.tiers.operations import OpKind
 from ...batching.preemption import PreemptMode
-from ...engine import Engine, EngineStats
+from ...engine import Engine, EngineStats, programs
 from ...mixed import MixedScheduler
 from ...models import Model, load_model, make_tiny_checkpoint
 from ...request import Request
 from ...step_plan import SchedulerStats
+from ...terminal.log_lines import listen
 from ..checks import Check, check_all_blocks_returned, check_all_host_blocks_returned
 from ..progress import Progress, no_progress
 from ..simulation.single_node import FIRST_OUTPUT_TOKEN
@@ -198,20 +199,7 @@ def _run_engine(
 ) -> EnginePass:
     """Run all requests, submitted at once, through a new engine."""
     name = variant.name
-    progress(f"real run, {name} (compiling)", 0, 1)
-    engine = Engine(
-        model,
-        block_size=BLOCK_SIZE,
-        num_blocks=variant.num_blocks,
-        token_budget=config.token_budget,
-        max_running=config.max_running,
-        max_model_len=config.max_model_len,
-        prefix_cache=variant.prefix_cache,
-        reserve_tokens=0,  # no room for growth: causes the most preemptions
-        preempt=variant.preempt,
-        host=variant.host,
-    )
-    progress(f"real run, {name} (compiling)", 1, 1)
+    engine = _start_engine(model, config, variant, progress)
     progress(f"real run, {name}", 0, len(requests))
     for index, request in enumerate(requests):
         engine.add_request(Request(str(index), request.prompt, request.max_new_tokens))
@@ -230,6 +218,32 @@ def _run_engine(
     if stats.cache.tiers is not None:
         leaks.append(check_all_host_blocks_returned(stats.cache.tiers))
     return EnginePass(_summarize(variant, stats, wall_s), outputs, leaks)
+
+
+def _start_engine(
+    model: Model, config: RealRunConfig, variant: _Variant, progress: Progress
+) -> Engine:
+    """Make an engine. Each program that it compiles is a unit of the progress."""
+    stage = f"real run, {variant.name}: compiling"
+    progress(stage, 0, 1)
+    with listen(
+        programs.__name__,  # its messages are "compiling 3 of 7 programs"
+        lambda record: progress(stage, *map(int, record.args or ())),  # type: ignore[arg-type]
+    ):
+        engine = Engine(
+            model,
+            block_size=BLOCK_SIZE,
+            num_blocks=variant.num_blocks,
+            token_budget=config.token_budget,
+            max_running=config.max_running,
+            max_model_len=config.max_model_len,
+            prefix_cache=variant.prefix_cache,
+            reserve_tokens=0,  # no room for growth: causes the most preemptions
+            preempt=variant.preempt,
+            host=variant.host,
+        )
+    progress(stage, 1, 1)
+    return engine
 
 
 def _summarize(variant: _Variant, stats: EngineStats, wall_s: float) -> PassResult:

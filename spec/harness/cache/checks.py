@@ -26,7 +26,8 @@ def check_all(world: CacheState) -> None:
     if world.promises.counts_available:
         world.model.check_available(world.target.available())
     if world.depth == "full":
-        _check_inside(world, world.model, world.target.snapshot())
+        world.seen = world.target.snapshot()
+        _check_inside(world, world.model, world.seen)
 
 
 def _check_table(world: CacheState, request: Request) -> None:

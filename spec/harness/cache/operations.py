@@ -22,6 +22,7 @@ def groups(world: CacheState) -> Groups:
     if world.config.get("serial"):
         return {"serial": [""]}
     waiting, running, idle, ready = [], [], [], []
+    can_overlap = world.config.get("overlap", True)
     for name, request in world.requests.items():
         if request.state == "waiting":
             waiting.append(name)
@@ -43,7 +44,7 @@ def groups(world: CacheState) -> Groups:
         "to grow": ready,
         "in flight": list(world.jobs),
         "misuse": [*running[:1], ""],
-        "can begin": [""] if len(world.flights) < MAX_FLIGHTS else [],
+        "can begin": [""] if can_overlap and len(world.flights) < MAX_FLIGHTS else [],
         "steps": [""] if world.flights else [],
     }
 
@@ -120,17 +121,17 @@ def token_each(world: CacheState, name: str, below: Below) -> list[list[Any]]:
 
 
 CACHE_TABLE: Final[Table[CacheState]] = Table(groups, [
-    Operation("submit", submit, 30, "submit",
+    Operation("submit", submit, 36, "submit",
               {"name": new_name, "prompt": prompt, "more": num_more, "namespace": namespace}),
-    Operation("admit", admit, 30, "admissible", {"name": name_drawn}),
-    Operation("forward", forward, 50, "to compute",
+    Operation("admit", admit, 40, "admissible", {"name": name_drawn}),
+    Operation("forward", forward, 60, "to compute",
               {"name": name_drawn, "num_tokens": num_tokens}),
-    Operation("append", append, 40, "to grow", {"name": name_drawn, "tokens": tokens}),
+    Operation("append", append, 30, "to grow", {"name": name_drawn, "tokens": tokens}),
     Operation("finish", finish, 12, "running", {"name": name_drawn}),
-    Operation("match", match, 20, "waiting", {"name": name_drawn}, needs="match"),
-    Operation("append_batch", append_batch, 20, "to grow", {"tokens": token_each},
+    Operation("match", match, 16, "waiting", {"name": name_drawn}, needs="match"),
+    Operation("append_batch", append_batch, 14, "to grow", {"tokens": token_each},
               needs="append_batch"),
-    Operation("launch", launch, 12, "to compute",
+    Operation("launch", launch, 18, "to compute",
               {"name": name_drawn, "num_tokens": num_tokens, "step": new_step}),
     Operation("done", done, 30, "in flight", {"step": name_drawn}),
     Operation("fail", fail, 4, "in flight", {"step": name_drawn}),
@@ -142,8 +143,8 @@ CACHE_TABLE: Final[Table[CacheState]] = Table(groups, [
               needs="misuse"),
     Operation("check", check, 2, needs="check"),
     Operation("drain", drain, 2),
-    Operation("begin_step", begin_step, 6, "can begin", needs="begin_step"),
-    Operation("end_step", end_step, 6, "steps", needs="end_step"),
+    Operation("begin_step", begin_step, 30, "can begin", needs="begin_step"),
+    Operation("end_step", end_step, 12, "steps", needs="end_step"),
     Operation("serve", serve, 1, "serial",
               {"name": new_name, "prompt": prompt, "namespace": namespace}),
 ])  # fmt: skip

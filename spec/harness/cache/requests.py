@@ -40,6 +40,7 @@ def draw_config(below: Below, sizes: Mapping[str, Sequence[int]] = MappingProxyT
         "alphabet": min(1 + below(4), len(TOKENS)),  # of one token, no two sequences differ
         "rare": below(1 << 13) & below(1 << 13) if below(3) else 0,
         "often": below(1 << 17) & below(1 << 17) if below(3) else 0,
+        "overlap": below(2) == 1,  # steps in flight keep duplicates, which hides other bugs
     }
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import ClassVar
 
-from ...adapters.cache import AdapterError, Factory
+from ...adapters.cache import AdapterError, Factory, Snapshot
 from ...adapters.cache_target import Depth, Target
 from ...model.cache import IN_FLIGHT, CacheModel
+from ...model.events import Prefix
 from ...model.ghost import GhostMemory, Tag, first_tag, tags_after
 from ...model.two_tier_law import Lru
 from ..engine import Config
+from ..events import Consumers
 from .requests import Request
 from .stream import Job, Stream
 
@@ -23,6 +26,8 @@ class CacheState:
         jobs: steps in flight that compute a request, by name.
         flights: steps in flight that read all requests: what each of them reads, in order.
         model: the model; None at depth ``api``, where nothing is reported.
+        consumers: consumers of its KV events; None if it has none.
+        seen: the last snapshot; None before it, and at other depths than ``full``.
         demand: blocks requested so far; up to the pool's size, nothing can have been evicted.
         num_served: number of steps that served a request alone; `lru` has the last used blocks of
             these.
@@ -50,6 +55,9 @@ class CacheState:
         self.num_admitted = self.num_hit_blocks = 0
         self.situations: Counter[str] = Counter()
         self._tags: dict[tuple[bytes, tuple[int, ...]], Tag] = {}
+        self.seen: Snapshot | None = None
+        has_events = depth == "full" and {"kv_events", "replay"} <= self.target.can
+        self.consumers = Consumers(self.target) if has_events else None
         self.model: CacheModel | None = None
         if depth != "api":
             self.model = self.model_type(config["num_blocks"], self.block_size, self.promises)
@@ -83,6 +91,15 @@ class CacheState:
             root = self.root_of(namespace)
             self._tags[prefix] = [root, *tags_after(root, tokens)][-1]
         return self._tags[prefix]
+
+    def check_events(self) -> None:
+        """Check that a consumer of the KV events has what can be found."""
+        if self.consumers is not None and self.seen is not None:
+            self.consumers.check(self.findable(self.seen))
+
+    def findable(self, shot: Snapshot) -> dict[str, Collection[Prefix]]:
+        """Return the prefixes that can be found, by tier as events name it."""
+        return {"GPU": shot.cached}
 
     def counts(self) -> dict[str, int]:
         """Expected counters, besides those that the model counts itself."""

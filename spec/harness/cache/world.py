@@ -37,6 +37,7 @@ class CacheWorld(CacheState):
         self.num_steps += 1
         if operation[0] not in QUIET:
             check_all(self)
+            self.check_events()
         return True
 
     def picture(self) -> str:
@@ -56,10 +57,12 @@ class CacheSubject:
     Attributes:
         sizes: the possible sizes of a world by name, where the manager has not all of them.
         only_drawn: parts of a configuration that a replay does not read.
+        case_lengths: many are short, because each case has other sizes and weights.
     """
 
     table = CACHE_TABLE
-    only_drawn = ("max_running", "alphabet", "rare", "often", "serial")
+    case_lengths = (25, 25, 50, 100)
+    only_drawn = ("max_running", "alphabet", "rare", "often", "serial", "overlap")
 
     def __init__(
         self,

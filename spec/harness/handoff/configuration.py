@@ -44,6 +44,7 @@ def draw_config(below: Below) -> Config:
         "request_s": (30, 5000, 5000)[below(3)],
         "max_overtaken": (1, 3, 256)[below(3)],
         "depth": (1, 2, 2, 3)[below(4)],
+        "stream": below(3) != 2,
     }
     if below(5) < 2:
         config |= {

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ...adapters.handoff import BACKOFF, SILENCE, TRANSFER
-from ...rules.handoff import X20, X21, X22, X23, X24
+from ...rules.handoff import X20, X21, X22, X23, X24, X28
 from ...rules.rule import require
 from ..engine import Operation
+from .events import check_cached
 from .state import HandoffState, LiveNode
 
 STEPS_PER_ROUND: Final = 8
@@ -68,6 +69,28 @@ def run_flood(
     world.situations["flooded"] += 1
 
 
+def run_partition(world: HandoffState) -> None:
+    """Run rounds without other faults until all requests have ended, though links are severed."""
+    bound, number = partition_bound(world), 0
+    while waiting := world.model.open():
+        cut = list(world.severed)
+        require(number < bound, X28, "{} rounds, {} are severed, and there is no answer to {}",
+                bound, cut, waiting)  # fmt: skip
+        number += 1
+        for operation in fair_round(world, mends=False):
+            world.apply(operation)
+    world.situations["partitioned"] += 1
+
+
+def partition_bound(world: HandoffState) -> int:
+    """Return a number of rounds after which all requests have ended, with links severed.
+
+    Each pair may lose an attempt of each request, and its nodes hold what it had until then.
+    """
+    num_pairs = len(world.prefill_names) * len(world.decode_names)
+    return bound_of(world) * 2 * (1 + num_pairs)
+
+
 def run_probe(
     world: HandoffState, name: str, prompt: Sequence[int], max_new_tokens: int, lost: int
 ) -> None:
@@ -92,6 +115,30 @@ def run_probe(
     is_refused = world.situations["arrived: Refuse"] > num_refused
     require(is_right or is_refused, X22, "{} has {} attempts", name, num_attempts)
     world.situations["probed"] += 1
+
+
+def run_interrupt(
+    world: HandoffState,
+    name: str,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    seed: int,
+    num_told: int,
+) -> None:
+    """Let all end; then reboot the decode node of a request whose client got some tokens."""
+    run_rounds(world)
+    world.apply(["submit", name, prompt, max_new_tokens, seed, 0])
+    bound = bound_of(world)
+    for _ in range(bound):
+        for operation in fair_round(world):
+            world.apply(operation)
+            if num_told <= world.model.num_told(name):
+                for node in world.decode_names:
+                    world.apply(["reboot", node])
+                num_told = max_new_tokens + 1
+                world.situations["interrupted"] += 1
+        if is_drained(world):
+            break
 
 
 def flood_bound(world: HandoffState, num_tokens: int) -> int:
@@ -123,15 +170,23 @@ def bound_of(world: HandoffState) -> int:
     return lost + sum(each_waits + each for each in steps)
 
 
-def fair_round(world: HandoffState) -> Iterator[Operation]:
-    """Yield operations that let every pending event happen once, without faults, and a tick."""
+def fair_round(world: HandoffState, *, mends: bool = True) -> Iterator[Operation]:
+    """Yield operations that let every pending event happen once, without faults, and a tick.
+
+    Args:
+        world: the world.
+        mends: whether severed links are mended before. Otherwise their pulls do not end.
+    """
+    for name in list(world.severed) if mends else ():
+        yield ["mend", name, 0]
     for name in world.down():
         yield ["restart", name]
     while world.network:  # answers arrive before messages are repeated
         yield ["deliver", world.network[0].name]
     for transfer in world.transfers[:]:
-        yield ["pull_write", transfer.name]
-        yield ["pull_end", transfer.name, transfer.written, True]
+        if not world.is_severed(transfer.node, transfer.peer):
+            yield ["pull_write", transfer.name]
+            yield ["pull_end", transfer.name, transfer.written, True]
         if transfer in world.transfers:  # it had ended unfenced, or hangs
             yield ["pull_fence", transfer.name]
     for attempt in [attempt for node in world.live() for attempt in node.withdrawn]:
@@ -178,10 +233,7 @@ def _check_empty(world: HandoffState, node: LiveNode) -> None:
     is_free = counts.held == 0 and counts.available == counts.num_blocks
     require(is_free, X23, "{} has {}", name, counts)
     for request in world.requests.values():
-        hit = request.kv[: node.num_cached(request.kv)]
-        table = target.cached_blocks(request.prompt[: len(hit)], request.namespace)
-        for group in range(world.num_groups):
-            node.model.device.read(table, hit, group, f"the cache of {name}")
+        check_cached(node, request.kv)
     target.evict(counts.num_blocks)
     free = target.num_free()
     require(free == counts.num_blocks, X23, "{} has {} free blocks", name, free)

@@ -20,7 +20,7 @@ from ...adapters.handoff import (
     Withdraw,
     request_of,
 )
-from ...model.handoff import DecodeModel, PrefillModel
+from ...model.handoff import DecodeModel, PrefillModel, Tokens, untagged
 from ...rules.handoff import X3
 from ...rules.rule import require
 from .state import CopyInFlight, Envelope, HandoffState, LiveNode, Transfer
@@ -41,6 +41,9 @@ def carry_out(world: HandoffState) -> None:
                 _act(world, node, action)
     for send in world.gateway.take_messages():
         _send(world, GATEWAY, world.epochs[GATEWAY], send)
+    for told in world.gateway.take_told():
+        world.model.told(told.name, told.tokens)
+        world.situations["told before the answer"] += 1
     for answer in world.gateway.take_answers():
         name, tokens, reason, hits = answer
         world.model.answered(name, tokens, hits, reason, world.now)
@@ -172,6 +175,14 @@ def publish(node: LiveNode, tokens: tuple[int, ...]) -> None:
     node.model.published.add(tokens, num_cached)
 
 
+def check_cached(node: LiveNode, kv: Tokens) -> None:
+    """Read what the cache of a node finds of some tokens, in all groups of layers."""
+    namespace, tokens = untagged(kv[: node.num_cached(kv)])
+    table = node.system.cached_blocks(tokens, namespace)
+    for group in range(node.model.num_groups):
+        node.model.device.read(table, kv[: len(tokens)], group, f"the cache of {node.name}")
+
+
 # Messages
 
 
@@ -182,16 +193,24 @@ def _send(world: HandoffState, source: str, epoch: int, send: Send) -> None:
         sender = f"{source} in epoch {epoch}"
         if message.is_repeated:
             world.model.sent(sender, attempt, kind)
+        if message.follows:
+            world.model.followed(attempt)
+        for each in message.reports:
+            world.model.reported(sender, each)
         if kind == "RunPrefill":
             world.requests[request_of(attempt)].attempts.add(attempt)
         elif message.is_final:
             world.requests[request_of(attempt)].is_hopeless = True
     name = world.unique(f"{attempt}.{kind}.{source}")
+    if f"{source}>{to}" in world.severed:
+        return
     world.network.append(Envelope(name, source, to, epoch, world.now, message))
 
 
 def send_status(world: HandoffState, node: LiveNode) -> None:
     """Send a node's status to the gateway, unless one is in the network."""
+    if f"{node.name}>{GATEWAY}" in world.severed:
+        return
     if all(envelope.message is not node.status for envelope in world.network):
         name = world.unique(f"{node.name}.{node.status.kind}")
         world.network.append(Envelope(name, node.name, GATEWAY, node.epoch, world.now, node.status))
@@ -222,6 +241,8 @@ def _deliver_to_gateway(world: HandoffState, envelope: Envelope) -> None:
         sender = f"{GATEWAY} in epoch {world.epochs[GATEWAY]}"
         world.model.acknowledged(sender, message.attempt, message.of)
     is_old = known is not None and envelope.epoch < known
+    if message.is_failure:
+        world.requests[request_of(message.attempt)].failed.add(message.attempt)
     before = gateway.state_of(source)
     gateway.receive(source, envelope.epoch, message)
     if is_old:

@@ -9,6 +9,9 @@
 ``hold m``, ``release m``                       a copy of a message stays in the network until it
                                                 is released
 ``cut p0``                                      all messages from and to a node are lost
+``sever p0>d0``                                 from now on all messages from one end to the other
+                                                are lost, and no pull between them goes on
+``mend p0>d0 n``                                n units of time later they arrive again
 ``compute p0``                                  P plans a step, or computes a group of its layers
 ``decode d0``                                   D plans a step, or computes the first in flight if
                                                 it can plan none
@@ -27,7 +30,13 @@
 ``tick n``                                      n units of time pass
 ``flood f1 prompt limit``                       the faults stop until all requests have ended,
                                                 while new ones come in every round
+``partition p0+d0 r1 prompt limit cut``         other faults stop until all requests have ended, and
+                                                r1, which is new; of the links other than those of
+                                                p0, d0 and the gateway some are severed; `cut` is a
+                                                list of their numbers
 ``probe r1 prompt limit n``                     after a drain, a request loses its n-th message
+``interrupt r1 prompt limit seed n``            after a drain, the decode node of a request
+                                                reboots when the client was told n tokens
 ``drain``                                       the faults stop until everything has ended
 ==============================================  ================================================
 
@@ -41,13 +50,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final, Protocol, TypeVar
 
-from ...adapters.handoff import request_of
+from ...adapters.handoff import GATEWAY, request_of
 from ...model.handoff import VOCABULARY, DecodeModel, Outcome, PrefillModel, Request, Tokens
 from ...rules.handoff import X14
 from ...rules.rule import require
 from ..engine import Below
 from ..operations import ALWAYS, Groups, Operation, Table, name_drawn, number
-from .drain import drain, run_flood, run_probe
+from .drain import drain, run_flood, run_interrupt, run_partition, run_probe
 from .events import deliver as pass_on
 from .events import send_status
 from .state import Envelope, HandoffState, LiveNode, Transfer
@@ -157,6 +166,34 @@ def cut(world: HandoffState, name: str) -> bool:
     return len(world.network) < len(before)
 
 
+def sever(world: HandoffState, name: str) -> bool:
+    """From now on, all messages from one end of a link to the other are lost."""
+    source, _, to = name.partition(">")
+    if name in world.severed or name not in links(world):
+        return False
+    world.severed[name] = None
+    world.network = [each for each in world.network if (each.source, each.to) != (source, to)]
+    return True
+
+
+def mend(world: HandoffState, name: str, ticks: int) -> bool:
+    """A link is whole again, and its ends connect so many units of time later."""
+    if name not in world.severed:
+        return False
+    if ticks:
+        world.severed[name] = world.now + ticks
+    else:
+        del world.severed[name]
+    return True
+
+
+def links(world: HandoffState) -> list[str]:
+    """Return the directions in which messages go: between P and D, and the gateway and each."""
+    ends = [(p, d) for p in world.prefill_names for d in world.decode_names]
+    ends += [(GATEWAY, name) for name in world.names]
+    return [f"{a}>{b}" for one, other in ends for a, b in ((one, other), (other, one))]
+
+
 # The life of nodes, and the clock
 
 
@@ -228,6 +265,9 @@ def tick(world: HandoffState, ticks: int) -> bool:
     """Time passes."""
     world.now += ticks
     world.in_tick = True
+    for link, connects_at in list(world.severed.items()):
+        if connects_at is not None and connects_at <= world.now:
+            del world.severed[link]
     world.gateway.tick(world.now)
     for node in world.live():
         node.target.tick(world.now)
@@ -271,7 +311,7 @@ def pull_write(world: HandoffState, name: str) -> bool:
     """The bytes of a pull are written."""
     transfer = _find(world.transfers, name)
     content = None if transfer is None else _source(world, transfer)
-    if transfer is None or content is None:
+    if transfer is None or content is None or world.is_severed(transfer.node, transfer.peer):
         return False
     device = _puller(world, transfer).model.device
     device.put(transfer.blocks, transfer.group, content)
@@ -355,16 +395,69 @@ def flood(world: HandoffState, name: str, prompt: Sequence[int], max_new_tokens:
     return True
 
 
+def partition(
+    world: HandoffState,
+    name: str,
+    request: str,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    cut: Sequence[int],
+) -> bool:
+    """Links other than those of a pair are severed until all requests have ended, and a new one."""
+    if name not in _pairs(world) or not _fits(world, request, prompt, max_new_tokens):
+        return False
+    ends = (GATEWAY, *name.split("+"))
+    kept = {f"{one}>{other}" for one in ends for other in ends}
+    for link in kept & set(world.severed):
+        world.apply(["mend", link, 0])
+    others = [link for link in links(world) if link not in kept]
+    for link in sorted({others[place % len(others)] for place in cut if others}):
+        world.apply(["sever", link])
+    world.apply(["submit", request, prompt, max_new_tokens, 0, 0])
+    run_partition(world)
+    return True
+
+
+def _pairs(world: HandoffState) -> list[str]:
+    """Names of the pairs of a prefill and a decode node that have not left."""
+    return [
+        f"{prefill}+{decode}"
+        for prefill in world.prefill_names
+        for decode in world.decode_names
+        if not {prefill, decode} & world.left
+    ]
+
+
 def probe(
     world: HandoffState, name: str, prompt: Sequence[int], max_new_tokens: int, lost: int
 ) -> bool:
     """All ends; then a client's request loses one of its messages."""
-    blocks = min(world.config["prefill_blocks"], world.config["decode_blocks"])
-    is_valid = name not in world.requests and prompt and max_new_tokens > 0
-    if not is_valid or len(prompt) + max_new_tokens > blocks * world.block_size:
+    if not _fits(world, name, prompt, max_new_tokens):
         return False
     run_probe(world, name, prompt, max_new_tokens, lost)
     return True
+
+
+def interrupt(
+    world: HandoffState,
+    name: str,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    seed: int,
+    num_told: int,
+) -> bool:
+    """All ends; then a client that has got some tokens loses its decode node."""
+    if not _fits(world, name, prompt, max_new_tokens):
+        return False
+    run_interrupt(world, name, prompt, max_new_tokens, seed, num_told)
+    return True
+
+
+def _fits(world: HandoffState, name: str, prompt: Sequence[int], max_new_tokens: int) -> bool:
+    """Whether a new request is valid, and each node has enough blocks for it."""
+    blocks = min(world.config["prefill_blocks"], world.config["decode_blocks"])
+    is_valid = name not in world.requests and prompt and max_new_tokens > 0
+    return bool(is_valid) and len(prompt) + max_new_tokens <= blocks * world.block_size
 
 
 def drain_all(world: HandoffState) -> bool:
@@ -425,6 +518,9 @@ def groups(world: HandoffState) -> Groups:
         "held": [each.name for each in world.network if each.is_held],
         "nodes": world.names,
         "live": [node.name for node in live],
+        "links": links(world),
+        "severed": list(world.severed),
+        "pairs": _pairs(world),
         "dispensable": _dispensable(world),
         "down": world.down(),
         "prefill work": _with_work(world, world.prefill_names),
@@ -477,6 +573,11 @@ def stop(world: HandoffState, name: str, below: Below) -> list[int]:
     return [below(VOCABULARY) for _ in range(8)] if below(6) == 0 else []
 
 
+def several_links(world: HandoffState, name: str, below: Below) -> list[int]:
+    """Numbers of links."""
+    return [below(16) for _ in range(below(8))]
+
+
 def often(bound: int) -> Callable[[HandoffState, str, Below], bool]:
     """True, but for one in `bound` cases."""
     return lambda world, name, below: below(bound) != bound - 1
@@ -499,6 +600,8 @@ HANDOFF_TABLE: Final[Table[HandoffState]] = Table(groups, [
     Operation("hold", hold, 24, "worth a copy", _NAME),
     Operation("release", release, 10, "held", _NAME),
     Operation("cut", cut, 1, "nodes", _NAME),
+    Operation("sever", sever, 1, "links", _NAME),
+    Operation("mend", mend, 3, "severed", {"name": name_drawn, "ticks": number(8)}),
     Operation("compute", compute, 40, "prefill work", _NAME),
     Operation("decode", decode, 36, "decode work", _NAME),
     Operation("complete", complete, 6, "decode steps", _NAME),
@@ -520,7 +623,13 @@ HANDOFF_TABLE: Final[Table[HandoffState]] = Table(groups, [
     Operation("new_gateway", new_gateway, 4),
     Operation("flood", flood, 24, "refused", {
         "name": flood_name, "prompt": short_prompt, "max_new_tokens": number(3, 1)}),
+    Operation("partition", partition, 1, "pairs", {
+        "name": name_drawn, "request": new_name, "prompt": prompt, "max_new_tokens": number(3, 1),
+        "cut": several_links}),
     Operation("probe", probe, 1, arguments={
         "name": new_name, "prompt": prompt, "max_new_tokens": number(3, 1), "lost": number(20)}),
+    Operation("interrupt", interrupt, 1, arguments={
+        "name": new_name, "prompt": prompt, "max_new_tokens": number(16, 1), "seed": number(4),
+        "num_told": number(6, 1)}),
     Operation("drain", drain_all, 0),
 ])  # fmt: skip

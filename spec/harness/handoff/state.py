@@ -177,6 +177,8 @@ class HandoffState(ABC):
         left: names of nodes that do not come back.
         gateway: the gateway since its last restart.
         transfers: pulls that may still write.
+        severed: directions in which messages are lost, such as "p0>d0", and the time at which they
+            arrive again; None if it is not known yet.
         model: requests and their attempts.
         situations: number of events, by kind.
     """
@@ -190,6 +192,7 @@ class HandoffState(ABC):
         self.in_tick = False
         self.network: list[Envelope] = []
         self.transfers: list[Transfer] = []
+        self.severed: dict[str, int | None] = {}
         self.left: set[str] = set()
         self.situations: Counter[str] = Counter()
         self.model = Requests(config["max_attempts"])
@@ -232,6 +235,10 @@ class HandoffState(ABC):
     def live(self) -> list[LiveNode]:
         """Return the nodes that have not crashed."""
         return [node for node in self.nodes.values() if node is not None]
+
+    def is_severed(self, one: str, other: str) -> bool:
+        """Whether one of two ends, or both, do not hear the other."""
+        return f"{one}>{other}" in self.severed or f"{other}>{one}" in self.severed
 
     def down(self) -> list[str]:
         """Return the names of the nodes that have crashed and come back."""

@@ -8,7 +8,7 @@ from ...adapters.handoff import Chunk
 from ...model.handoff import DecodeModel, PrefillModel, Tokens, next_token, tagged
 from ...rules.handoff import X13
 from ...rules.rule import require
-from .events import publish, settle
+from .events import check_cached, publish, settle
 from .state import HandoffState, LiveNode
 
 
@@ -28,6 +28,8 @@ def compute(world: HandoffState, name: str) -> bool:
     node.num_written += 1
     if node.num_written < world.num_groups:
         target.wrote(node.num_written - 1)
+        for chunk in node.flights[0]:  # it is not published before all groups are written
+            check_cached(node, _kv(chunk, chunk.stop))
         return True
     owned: list[Chunk] = []  # P may postpone others: D reads them, and the tree has a part
     for chunk in node.flights[0]:

@@ -56,6 +56,11 @@ def draw_prompt(below: Below, past: Sequence[Sequence[int]], config: Config) -> 
         prompt = list(base[: below(len(base) + 2) if below(3) else len(base)])
     near_whole_blocks = size * (1 + below(3)) + below(3) - 1
     length = near_whole_blocks if below(2) else len(prompt) + below(4)
+    # A request that needs half of the pool waits long enough for others to overtake it. With tiers,
+    # such prompts would be too many steps of copies.
+    if "write" not in config and not below(16):
+        half = size * config["num_blocks"] // 2
+        length = half + below(half)
     length = max(1, min(length, size * config["num_blocks"] + 2))
     prompt = prompt[:length]
     return prompt + [below(alphabet) for _ in range(length - len(prompt))]

@@ -36,16 +36,39 @@ def submit(
     namespace: int,
 ) -> bool:
     """Queue a request; check that it is refused if and only if it can never fit."""
+    return _submit(world, name, prompt, max_new_tokens, priority, stop, namespace)
+
+
+def sample(world: SchedulerState, name: str, of: str, max_new_tokens: int, seed: int) -> bool:
+    """Queue another sample of a request's prompt, whether that lives or not."""
+    first = next((each for each in world.past if each.name == of), None)
+    if first is None:
+        return False
+    prompt = first.tokens[: len(first.tokens) - first.num_output]
+    return _submit(world, name, prompt, max_new_tokens, 0, [], world.namespace[of], first, seed)
+
+
+def _submit(
+    world: SchedulerState,
+    name: str,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    priority: int,
+    stop: Sequence[int],
+    namespace: int,
+    first: Request | None = None,
+    seed: int = 0,
+) -> bool:
     if any(request.name == name for request in world.past) or not prompt or max_new_tokens < 1:
         return False
     order = (priority,) if world.config["policy"] == "priority" else ()
     request = Request(
         name, prompt, max_new_tokens, (*order, len(world.past)), world.roots[namespace],
-        world.config["alphabet"], stop,
+        world.config["alphabet"], stop, first, seed,
     )  # fmt: skip
     submission = Submission(
         name, tuple(prompt), max_new_tokens, priority, tuple(stop), NAMESPACES[namespace],
-        request.outputs[0],
+        request.outputs[0], "" if first is None else first.name,
     )  # fmt: skip
     world.past.append(request)
     world.namespace[name] = namespace
@@ -224,6 +247,7 @@ def groups(world: SchedulerState) -> Groups:
         "submit": [""] if len(live) - len(world.running) < MAX_WAITING else [],
         "live": live,
         "any": live or ["r1"],
+        "sampled": live if len(live) - len(world.running) < MAX_WAITING else [],
         "flights": [""] if world.model.flights else [],
         "copies": world.copies.executor.names() if world.copies is not None else [],
     }
@@ -293,10 +317,13 @@ SCHEDULER_TABLE: Final[Table[SchedulerState]] = Table(groups, [
     Operation("submit", submit, 40, "submit",
               {"name": new_name, "prompt": prompt, "max_new_tokens": number(14, 1),
                "priority": number(3), "stop": stop, "namespace": namespace}),
+    Operation("sample", sample, 20, "sampled",
+              {"name": new_name, "of": name_drawn, "max_new_tokens": number(3, 1),
+               "seed": number(3)}, needs="copies"),
     Operation("step", step, 100),
     Operation("complete", complete, 12, "flights"),
     Operation("step_abort", step_abort, 3, "live", {"names": some_live}),
-    Operation("abort", abort, 4, "live", {"name": name_drawn}),
+    Operation("abort", abort, 5, "live", {"name": name_drawn}),
     Operation("misuse", misuse, 3, "any", _MISUSE, needs="misuse"),
     Operation("step_misuse", step_misuse, 3, "any", _MISUSE, needs="misuse"),
     Operation("flood", flood, 3, "live",
@@ -306,6 +333,6 @@ SCHEDULER_TABLE: Final[Table[SchedulerState]] = Table(groups, [
               {"name": name_drawn, "bad": bad_places, "fenced": usually}, needs="take"),
     Operation("elsewhere", elsewhere, 15, "live", {"name": name_drawn, "num_blocks": number(5, 1)},
               needs="take"),
-    Operation("reset", reset, 8, "live", {"keep": namespaces, "renamed": usually}, needs="reset"),
-    Operation("step_abort_early", step_abort_early, 8, "live", {"names": some_live}, needs="take"),
+    Operation("reset", reset, 10, "live", {"keep": namespaces, "renamed": usually}, needs="reset"),
+    Operation("step_abort_early", step_abort_early, 10, "live", {"names": some_live}, needs="take"),
 ])  # fmt: skip

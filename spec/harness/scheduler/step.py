@@ -90,6 +90,9 @@ def observe(world: SchedulerState, chunks: Sequence[Chunk], available: int) -> S
             kept.pop()
         preempted = [request for request in before if request not in kept]
         admitted = running[len(kept) :]
+    copies = target.copies()
+    for name, copy in copies.items():
+        require(name in live and copy.owner in live, Q2, "{} is copied, and not live", copy)
     arrived = world.copies.arrived if world.copies is not None else {}
     for request in admitted:
         arrived.pop(request.name, None)  # of an earlier admission
@@ -101,9 +104,12 @@ def observe(world: SchedulerState, chunks: Sequence[Chunk], available: int) -> S
     return Step(
         [(live[name], start, length) for name, start, length in chunks],
         running, tables, admitted, preempted,
-        hits={request.name: target.num_hit(request.name) for request in admitted},
+        hits={
+            each.name: len(each.tokens) if each.name in copies else target.num_hit(each.name)
+            for each in admitted
+        },
         begun=begun, available=available, left=target.available(),
-        arrived=arrived,
+        arrived=arrived, copies=copies,
     )  # fmt: skip
 
 
@@ -163,7 +169,7 @@ def settle(world: SchedulerState) -> None:
     target, model = world.target, world.model
     if world.is_decode_node:
         receive(world)
-    in_flight = {each.name for step in model.flights for each in step.planned}
+    in_flight = {name for step in model.flights for name in step.readers}
     kept = {name: target.block_table(name) for name in in_flight - model.live.keys()}
     for name in world.just_ended:
         table = target.block_table(name)

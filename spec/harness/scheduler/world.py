@@ -54,6 +54,7 @@ class SchedulerSubject:
     def __init__(self, factory: SchedulerFactory, has_tiers: bool = False) -> None:
         self.factory = factory
         self.has_tiers = has_tiers
+        self.case_lengths = (100,) if has_tiers else (25, 25, 50, 100)
 
     def configure(self, below: Below) -> Config:
         """Draw the sizes and options of a world."""

@@ -25,6 +25,8 @@ def result(world: TierState, name: str, bad: list[int], fenced: int) -> bool:
     if kind == "store" and counts:
         _check_source(world, flight)
         _store(world, flight)
+    if kind in ("store", "lookup") and counts:
+        world.tell(flight)
     answer = world.report("complete", flight, ok, is_fenced, fenced=is_fenced)
     require(answer == counts, rules.T13, "the result of {} counts: {}, the answer is {}",
             flight.op, counts, answer)  # fmt: skip

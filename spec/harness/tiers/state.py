@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any, TypeAlias
 
+from ...adapters.cache import Snapshot
 from ...adapters.tier_target import TierTarget
 from ...adapters.tiers import TierFactory
+from ...model.events import Prefix
 from ...model.ghost import Tag, first_tag
 from ...model.tiers.operations import Load, TierModel
 from ...model.tiers.residency import Residency, Step
@@ -58,6 +60,7 @@ class TierState(CacheState):
         executor: operations in flight, and the contents of host and storage.
         cancelled: operations that must be reported to the driver as cancelled.
         without_room: requests that found no room, while nothing has ended since.
+        told: storage keys that the manager knows to be in storage, by the last result for each.
         law, storage_law: what a host and a storage with LRU eviction would hold.
         shot: the last snapshot.
         step: the operation that is being checked.
@@ -77,6 +80,8 @@ class TierState(CacheState):
         self.executor = Executor(self.device)
         self.cancelled: set[int] = set()
         self.without_room: set[str] = set()
+        self.told: set[bytes] = set()
+        self._prefix_of_key: dict[bytes, Prefix] = {}
         self.law = TwoTierLaw(config["num_blocks"], config["host_blocks"])
         self.storage_law = StorageLaw(
             config["num_blocks"],
@@ -90,6 +95,20 @@ class TierState(CacheState):
         """Expected counters of the device; loads without a request are no leases."""
         detached = sum(name.startswith("op ") for name in self.tiers.holdings)
         return {**super().counts(), "live_leases": len(self.tiers.holdings) - detached}
+
+    def findable(self, shot: Snapshot) -> dict[str, Collection[Prefix]]:
+        """Return the prefixes that can be found, by tier; in storage, as the manager knows it."""
+        in_storage = [self._prefix_of_key[key] for key in self.told]
+        return {**super().findable(shot), "CPU": self.shot.host, "STORAGE": in_storage}
+
+    def tell(self, flight: Flight) -> None:
+        """Tell the manager what is in storage, by the results of a write or a lookup."""
+        keys, results = flight.copy.keys, list(zip(flight.copy.keys, flight.ok, strict=True))
+        if flight.kind == "lookup":
+            self.told.update(keys[: leading(flight.ok)])
+            self.told.difference_update(key for key, good in results if not good)
+        else:
+            self.told.update(key for key, good in results if good)
 
     # Calls, and what they may change
 
@@ -201,6 +220,9 @@ class TierState(CacheState):
         if self.config["storage"]:
             keys = list(self.target.ask("keys", request.tokens, request.namespace))
         self.prefixes.learn(request.root, request.tags, self.block_size, keys)
+        for index, key in enumerate(keys, 1):
+            prefix = request.namespace, tuple(request.tokens[: index * self.block_size])
+            self._prefix_of_key[key] = prefix
 
     def learn_grown(self) -> None:
         """Enter the prefixes of the requests that have grown."""

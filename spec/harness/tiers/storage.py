@@ -106,6 +106,8 @@ def _reset(world: TierState, names: list[bytes]) -> bool:
     model.resetting, model.actor = True, "a reset"
     world.ask("reset_but", names)
     model.resetting = False
+    if not names:  # the manager tells everybody to forget everything
+        world.told.clear()
     left = [name for name in model.holdings if not name.startswith("op ")]
     require(not left, R4, "{} have leases after a reset", left)
     roots = {world.root_of(name) for name in names}

@@ -50,6 +50,7 @@ class TierWorld(TierState):
         check_all(self)
         self.see()
         check_tiers(self)
+        self.check_events()
         return True
 
     def picture(self) -> str:

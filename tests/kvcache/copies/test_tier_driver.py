@@ -132,6 +132,22 @@ class TestDeviceToHost:
         assert stats.errors == {"MemoryError": 1}
         assert stats.operations == {(DOWN, Outcome.FAILED): 1}
 
+    def test_a_piece_that_the_writer_refuses_gives_its_bytes_back_once(self, bench, monkeypatch):
+        submitted: list[Any] = []
+
+        def submit(staged, submit=bench.driver._writer.submit):
+            if submitted:
+                raise MemoryError
+            submitted.append(staged)
+            submit(staged)
+
+        monkeypatch.setattr(bench.driver._writer, "submit", submit)
+        op_id = bench.start(DOWN, [1, 2, 3], [1, 2, 3])  # two pieces
+        assert bench.results() == [OperationResult(op_id, (True, True, False), fenced=True)]
+        stats = bench.driver.stats()
+        assert (stats.bytes_in_flight, stats.errors) == (0, {"MemoryError": 1})
+        assert stats.operations == {(DOWN, Outcome.FAILED): 1}
+
     def test_blocks_over_the_budget_are_dropped(self):
         num_bytes = BlockArrays.zeros(**SIZES, dtype=jnp.dtype(jnp.float32)).keys[0][0].nbytes * 4
         with Bench(max_bytes_in_flight=3 * num_bytes) as bench:

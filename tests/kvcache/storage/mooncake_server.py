@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -14,13 +15,20 @@ from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 from ...ports import reserved_ports
 
 MISSING = (
     "these tests start a Mooncake store: pip install 'radixkv[mooncake]' and "
     "apt-get install libibverbs1"
 )
+NO_WHEELS = "Mooncake has no wheels for Python 3.14"
+HAS_NO_WHEELS = sys.version_info >= (3, 14) and find_spec("mooncake") is None
 _A_WHILE_S = 60.0
+
+needs_wheels = pytest.mark.skipif(HAS_NO_WHEELS, reason=NO_WHEELS)
+"""For a test that needs the package, but no store."""
 
 
 def program(name: str) -> str:
@@ -115,7 +123,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def running() -> Iterator[MooncakeServer]:
-    """Run a store in the context."""
+    """Run a store in the context, or skip the test where Mooncake has no wheels."""
+    if HAS_NO_WHEELS:
+        pytest.skip(NO_WHEELS)
     with reserved_ports(3) as ports:
         server = MooncakeServer(ports)
         try:

@@ -82,10 +82,10 @@ BUGS = (
     Bug(
         "a new directory is not synced",
         "files/backend.py",
-        "                if self._durable:\n"
-        "                    self._files.sync_directory(self.directory)\n"
-        "                self._buckets.add",
-        "                self._buckets.add",
+        "            if self._durable:\n"
+        "                self._files.sync_directory(self.directory)\n"
+        "            self._buckets.add",
+        "            self._buckets.add",
     ),
     Bug(
         "a removed name is not synced",
@@ -146,8 +146,8 @@ BUGS = (
     Bug(
         "a failed write keeps its room",
         "files/backend.py",
-        "            self._index.give_back(num_bytes)\n            raise",
-        "            raise",
+        "                self._index.give_back(num_bytes)\n                raise\n\n    def delete",
+        "                raise\n\n    def delete",
     ),
     Bug(
         "a value that could not be removed is forgotten",

@@ -364,6 +364,16 @@ def test_an_unreadable_value_is_stored_again(
         assert load(checksummed, KEYS[0], 3) == (Status.LOADED, b"abc")
 
 
+def test_a_pipe_in_place_of_a_value_is_a_failure(directory: Path) -> None:
+    with closing(FileBackend(directory, max_bytes=100)) as backend:
+        checksummed = ChecksummedBackend(backend)
+        assert store(checksummed, KEYS[0], b"abc") is Status.STORED
+        [path] = directory.glob(f"*/{KEYS[0].hex()}")
+        path.unlink()
+        os.mkfifo(path)
+        assert load(checksummed, KEYS[0], 3)[0] is Status.FAILED  # and does not wait for a writer
+
+
 def test_a_start_skips_everything_but_files(directory: Path, tmp_path: Path) -> None:
     with closing(FileBackend(directory, max_bytes=100)) as backend:
         put(backend, KEYS[0], b"abc")
@@ -431,9 +441,8 @@ def test_a_budget_that_only_our_own_errors_give_back_is_caught(directory: Path) 
     leaky = planted.Bug(
         "bytes are given back after our own errors",
         "files/backend.py",
-        "        except BaseException:\n            self._index.give_back(num_bytes)\n",
-        "        except (BackendFullError, BackendIOError):\n"
-        "            self._index.give_back(num_bytes)\n",
+        "self._write_temporary(key, parts), num_bytes)\n            except BaseException:\n",
+        "self._write_temporary(key, parts), num_bytes)\n            except OSError:\n",
     )
     assert leak_after(MemoryError(), planted.load(leaky).files, directory) == 4
 

@@ -19,7 +19,7 @@ from radixkv.kvcache.storage.mooncake.backend import MooncakeBackend
 
 from .conformance import KEYS, MIB, get, put
 from .mooncake_calls import LONG_S, LOST, SOON_S, clients_of, connected, runs
-from .mooncake_server import MooncakeServer
+from .mooncake_server import MooncakeServer, needs_wheels
 from .redis_calls import finish
 
 DOING = ["looking up", "reading", "writing", "deleting", "looking up"]
@@ -110,6 +110,7 @@ def test_a_value_without_room_is_refused(mooncake: MooncakeServer) -> None:
         assert get(backend, KEYS[0], 3) in ((3, [b"abc"]), (None, [bytes(3)]))
 
 
+@needs_wheels
 def test_a_server_that_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -16,6 +16,9 @@ from radixkv.kvcache.storage.mooncake.client_main import TOO_SMALL, _Memory
 
 from .conformance import KEYS, get, put
 from .mooncake_calls import LOST
+from .mooncake_server import needs_wheels
+
+pytestmark = needs_wheels
 
 NAME = f"radixkv:{KEYS[0].hex()}"
 STEP_S = 0.125  # duration of a request

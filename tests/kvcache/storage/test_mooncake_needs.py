@@ -20,7 +20,7 @@ from radixkv.kvcache.storage.mooncake.backend import master_of
 from . import mooncake_server
 from .conformance import KEYS, put
 from .mooncake_calls import LONG_S
-from .mooncake_server import MooncakeServer
+from .mooncake_server import MooncakeServer, needs_wheels
 
 
 def test_namespaces_are_separate(shared_mooncake: MooncakeServer) -> None:
@@ -68,6 +68,7 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
         mooncake_server.program("mooncake_master")
 
 
+@needs_wheels
 def test_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> object:
         raise OSError("cannot open shared object file")

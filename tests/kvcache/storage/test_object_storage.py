@@ -9,12 +9,17 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from obstore.store import LocalStore, MemoryStore, S3Store
 
 from radixkv.kvcache.storage import BackendError, Status, StorageWorkers
-from radixkv.kvcache.storage.errors import BackendRefusedError, MissingPackageError
+from radixkv.kvcache.storage.errors import (
+    BackendRefusedError,
+    MissingPackageError,
+    StorageUrlError,
+)
 from radixkv.kvcache.storage.object_storage.backend import (
     ObjectStorageBackend,
     memory_store,
@@ -267,3 +272,35 @@ def test_invalid_time_limits(options: dict, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         s3_store("bucket", **options)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "url", ["no url", "http://[::1", "ftp://h", "http://", "http://h x", "http://h\n", "http://ü"]
+)
+def test_an_endpoint_that_is_none(s3: FakeS3, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    message = r"^AWS_ENDPOINT_URL is no address with http:// or https://$"
+    with pytest.raises(StorageUrlError, match=message):
+        s3_store("bucket")
+
+
+def test_a_panic_is_an_error_of_the_backend() -> None:
+    class PanicException(BaseException):
+        pass
+
+    class Store:
+        def head(self, path: str) -> None:
+            raise PanicException("with a secret")
+
+    store: Any = Store()
+    with closing(ObjectStorageBackend(store)) as backend:
+        with pytest.raises(BackendError) as caught:
+            backend.contains(KEYS[:1])
+        assert str(caught.value) == "looking up failed: obstore panicked"
+        store.head = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            backend.contains(KEYS[:1])
+
+
+def interrupt(path: str) -> None:
+    raise KeyboardInterrupt

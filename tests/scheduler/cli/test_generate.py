@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import tokenizers
 
+from radixkv.scheduler import request
+from radixkv.scheduler.cli.options import generate as generate_options
 from radixkv.scheduler.models import load_config
 
 from .generating import without_compiling
@@ -164,3 +166,94 @@ def test_a_missing_prompts_file_is_refused(radixkv: Any, model_dir: Path, tmp_pa
     outcome = radixkv("generate", model_dir, "--prompts", path, "--max-new-tokens", 1)
     assert outcome.status == 2
     assert outcome.stderr == f"radixkv: {path}: No such file or directory\n"
+
+
+def test_sampling_options_are_those_of_the_engine(
+    radixkv: Any, model_dir: Path, prompts: Path
+) -> None:
+    arguments = ["generate", model_dir, "--prompts", prompts, *SMALL, "--json", "-"]
+    drawn = ["--temperature", 1.5, "--top-k", 50, "--top-p", 0.9, "--min-p", 0.01, "--seed", 3]
+    penalised = ["--repetition-penalty", 0.01, "--presence-penalty", -1, "--frequency-penalty", 0]
+    runs = [[], drawn, [*drawn, "--seed", 4], [*penalised, "--min-tokens", 4]]
+    outputs = [json.loads(radixkv(*arguments, *run).stdout)["outputs"] for run in runs]
+    assert len({str(each) for each in outputs}) == 4
+    assert [len(output) for output in outputs[3]] == [4, 4, 4]
+    outcome = radixkv(*arguments, "--min-p", 2)
+    assert outcome.status == 2
+    assert outcome.stderr.endswith("min_p must be at least 0 and at most 1, got 2.0\n")
+
+
+def test_samples_have_the_seeds_that_follow(radixkv: Any, model_dir: Path, prompts: Path) -> None:
+    arguments = ["generate", model_dir, "--prompts", prompts, *SMALL, "--json", "-"]
+    arguments += ["--temperature", 1.5, "--ignore-eos"]
+    outcome = radixkv(*arguments, "--n", 3, "--seed", 5)
+    samples = json.loads(outcome.stdout)["outputs"]
+    for index in range(3):
+        alone = json.loads(radixkv(*arguments, "--seed", 5 + index).stdout)["outputs"]
+        assert [each[index] for each in samples] == alone
+
+
+def test_log_probabilities_are_those_of_the_engine(
+    radixkv: Any, model_dir: Path, prompts: Path
+) -> None:
+    arguments = ["generate", model_dir, "--prompts", prompts, *SMALL, "--ignore-eos", "--json", "-"]
+    outcome = radixkv(*arguments, "--n", 2, "--logprobs", 2, "--prompt-logprobs", 0)
+    results = json.loads(outcome.stdout)
+    for samples, records in zip(results["outputs"], results["logprobs"], strict=True):
+        for tokens, each in zip(samples, records, strict=True):
+            assert [record["token_id"] for record in each] == tokens
+            assert all(record["rank"] == 1 and len(record["top"]) == 2 for record in each)
+    given = json.loads(prompts.read_text())
+    for prompt, found in zip(given, results["prompt_logprobs"], strict=True):
+        assert found[0] is None
+        assert [record["token_id"] for record in found[1:]] == prompt[1:]
+    plain = json.loads(radixkv(*arguments).stdout)
+    assert plain.keys() == {"outputs", "stats"}
+    assert [samples[0] for samples in results["outputs"]] == plain["outputs"]
+
+
+def test_a_stop_token_ends_a_completion(radixkv: Any, model_dir: Path, prompts: Path) -> None:
+    arguments = ["generate", model_dir, "--prompts", prompts, *SMALL, "--ignore-eos", "--json", "-"]
+    outputs = json.loads(radixkv(*arguments).stdout)["outputs"]
+    stop = [outputs[0][1], outputs[1][0]]
+    stopped = json.loads(radixkv(*arguments, "--stop-token-ids", *stop).stdout)["outputs"]
+    for tokens, short in zip(outputs, stopped, strict=True):
+        places = [place for place, token in enumerate(tokens) if token in stop]
+        assert short == tokens[: min(places, default=len(tokens)) + 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--n", 0], "argument --n: expected an integer from 1 to 2147483647, got '0'"),
+        (
+            ["--logprobs", 21],
+            "argument --logprobs: expected an integer from 0 to 20, got '21'",
+        ),
+        (
+            ["--prompt-logprobs", -1],
+            "argument --prompt-logprobs: expected an integer from 0 to 20, got '-1'",
+        ),
+        (
+            ["--stop-token-ids", 3, -1],
+            "argument --stop-token-ids: expected an integer from 0 to 2147483647, got '-1'",
+        ),
+        (["--logprobs", 1], "--logprobs needs --json"),
+        (
+            ["--json", "-", "--disaggregate", "--prompt-logprobs", 1],
+            "--prompt-logprobs cannot be combined with --disaggregate",
+        ),
+        (["--min-tokens", 2], "min_tokens must be at most max_tokens 1, got 2"),
+    ],
+)
+def test_bad_values_are_refused_by_name_and_number(
+    radixkv: Any, model_dir: Path, prompts: Path, options: list[object], message: str
+) -> None:
+    outcome = radixkv("generate", model_dir, "--prompts", prompts, "--max-new-tokens=1", *options)
+    assert outcome.status == 2
+    see = " (see `radixkv generate --help`)" if message.startswith("argument") else ""
+    assert outcome.stderr == f"radixkv: {message}{see}\n"
+
+
+def test_the_limit_of_log_probabilities_is_that_of_requests() -> None:
+    assert generate_options.MAX_LOGPROBS == request.MAX_LOGPROBS

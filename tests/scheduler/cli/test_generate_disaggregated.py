@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
 from contextlib import ExitStack, closing
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from radixkv.scheduler.cli import generate_on_nodes, nodes
+from radixkv.scheduler.cli import generate, generate_on_nodes, nodes
 from radixkv.scheduler.cli.errors import BadInputError
 from radixkv.scheduler.cli.main import build_parser
 from radixkv.scheduler.cli.nodes import make_timing
+from radixkv.scheduler.cli.prompts import prompts_failed
 from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.gateway.node_reporter import NodeReporter
 from radixkv.scheduler.handoff.gateway_messages import GATEWAY, NodeStatus
@@ -26,6 +28,7 @@ from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.nodes.node import NodeEngine
 from radixkv.scheduler.nodes.processes import NodeProcesses
 from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
+from radixkv.scheduler.request import Request, RequestStatus
 
 from ...ports import reserved_port
 from .generating import PROMPTS, run, without_compiling
@@ -322,7 +325,7 @@ def wait_for(gateway: ZmqChannel, *statuses: NodeStatus, timeout_s: float = 0.0)
         while len(nodes.nodes) < len(statuses):
             nodes.step()
         with pytest.raises((BadInputError, NodesMissingError)) as error:
-            generate_on_nodes._wait_for(nodes, arguments, timeout_s)
+            generate_on_nodes.wait_for(nodes, arguments, timeout_s)
     return str(error.value)
 
 
@@ -435,3 +438,48 @@ def test_a_gateway_ends_when_no_node_comes(radixkv: Any, arguments: list[object]
     outcome = radixkv(*arguments, "--disaggregate", "--gateway", "127.0.0.1:0", "--timeout-s", 0)
     lacks = "radixkv: after 0 s there are 0 of 1 prefill nodes and 0 of 1 decode nodes\n"
     assert outcome == (1, "", lacks)
+
+
+def test_what_is_complete_is_written_when_nodes_fail(
+    radixkv: Any, arguments: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = [[place, 7] for place in range(len(PROMPTS))]
+    reasons = {"1": "the decode node was lost", "2": "nobody knows"}
+
+    def complete(arguments: object, requests: list[Request], sizes: object) -> NoReturn:
+        for request, tokens in zip(requests, whole, strict=True):
+            if request.request_id not in reasons:
+                request.status = RequestStatus.FINISHED
+                for token in tokens:
+                    request.append(token)
+        raise errors[-1]
+
+    errors: list[Exception] = []
+    monkeypatch.setattr(generate, "complete_with_engine", complete)
+    expected = [None if str(place) in reasons else each for place, each in enumerate(whole)]
+    for error, said, why in (
+        (
+            prompts_failed(reasons),
+            "prompt 1: the decode node was lost (and 1 more)",
+            reasons,
+        ),
+        (NodesMissingError("all are gone"), "all are gone", dict.fromkeys(reasons, "all are gone")),
+    ):
+        errors.append(error)
+        file = tmp_path / "results.json"
+        outcome = radixkv(*arguments, "--json", file)
+        lines = [f"radixkv: prompt {name}: {reason}\n" for name, reason in why.items()]
+        printed = "".join(f"{json.dumps(each)}\n" for each in expected)
+        assert outcome == (1, printed, "".join(lines) + f"radixkv: {said}\n")
+        results = json.loads(file.read_text())
+        assert results == {"outputs": expected, "failures": why, "stats": {}}
+
+
+def test_nothing_is_written_when_nothing_is_complete(
+    radixkv: Any, arguments: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def complete(*_: object) -> NoReturn:
+        raise prompts_failed({"0": "it was cold"})
+
+    monkeypatch.setattr(generate, "complete_with_engine", complete)
+    assert radixkv(*arguments) == (1, "", "radixkv: prompt 0: it was cold\n")

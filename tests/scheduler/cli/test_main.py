@@ -17,7 +17,7 @@ from radixkv.kvcache import OutOfBlocksError
 from radixkv.scheduler.cli import hits
 
 MAIN = "radixkv.scheduler.cli.main"
-COMMANDS = ["replay", "hits", "generate", "bench", "fuzz", "storage"]
+COMMANDS = ["replay", "hits", "generate", "serve", "bench", "fuzz", "storage"]
 
 
 def _python(*argv: str) -> subprocess.CompletedProcess[str]:

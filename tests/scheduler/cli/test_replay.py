@@ -32,6 +32,12 @@ class FakeReport:
         return {"ok": self.ok}
 
 
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake reports as pages."""
+    monkeypatch.setattr(replay, "to_page", lambda report: f"<p>ok: {report.ok}, \u00b5s")
+
+
 @pytest.mark.slow
 def test_a_real_replay_that_skips_a_malformed_line(
     radixkv: Any, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -62,6 +68,33 @@ def test_the_verdict_is_the_status(
     assert radixkv("replay", trace) == (status, "the report\n", "")
     alone = radixkv("replay", trace, "--json", "-")
     assert (alone.status, json.loads(alone.stdout)) == (status, {"ok": ok})
+
+
+@pytest.mark.usefixtures("pages")
+@pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
+def test_a_page_is_written_beside_the_text(
+    radixkv: Any,
+    trace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ok: bool,
+    status: int,
+) -> None:
+    monkeypatch.setattr(replay, "run_replay", lambda *args, **options: FakeReport(ok))
+    page = tmp_path / "report.html"
+    assert radixkv("replay", trace, "--html", page) == (status, "the report\n", "")
+    assert page.read_text("utf-8") == f"<p>ok: {ok}, \u00b5s"
+
+
+def test_a_page_that_cannot_be_written_is_refused_at_once(
+    radixkv: Any, trace: Path, tmp_path: Path
+) -> None:
+    outcome = radixkv("replay", trace, "--html", tmp_path)
+    message = f"radixkv: --html {tmp_path}: expected a file, got a directory\n"
+    assert (outcome.status, outcome.stderr) == (2, message)
+    outcome = radixkv("replay", trace, "--html", "-")
+    message = "radixkv: --html needs the name of a file, got -\n"
+    assert (outcome.status, outcome.stderr) == (2, message)
 
 
 def record_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

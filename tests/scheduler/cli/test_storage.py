@@ -26,6 +26,7 @@ from radixkv.kvcache.storage import object_storage as objects
 from radixkv.kvcache.storage.files.system_calls import OsFiles
 from radixkv.kvcache.storage.object_storage.backend import memory_store
 
+from ...kvcache.storage.mooncake_server import needs_wheels
 from ...kvcache.storage.redis_server import RedisServer, running
 
 KEYS = [sha256(b"%d" % number).digest() for number in range(4)]
@@ -241,6 +242,7 @@ def test_a_wrong_password(radixkv: Any, server: RedisServer, action: list[str]) 
     assert outcome == (2, "", f"radixkv: {message}\n")
 
 
+@needs_wheels
 @pytest.mark.parametrize("action", [["ls"], ["verify"], ["gc", "--all"]], ids=str)
 def test_a_store_that_lists_nothing(radixkv: Any, action: list[str]) -> None:
     message = "a Mooncake store does not list its keys; to remove all, restart its master"

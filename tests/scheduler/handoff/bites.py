@@ -20,7 +20,7 @@ BITES: Final = {
     "end-after-last-step": "the end of a request is reported by the first of two steps in flight",
     "output-is-the-models": "the seed is lost in COMMIT",
     "one-answer": "the end of a request is returned twice",
-    "fail-only-after-all-attempts": "a failure that is reported twice counts twice",
+    "fail-only-after-all-attempts": "an attempt that was lost counts as failed",
     "bounded-overtaking": "a large request starves",
     "bounded-rounds": "the end of an attempt is not reported to the side",
     "no-leak": "D leaks the lease of an aborted attempt",
@@ -30,5 +30,8 @@ BITES: Final = {
     "newest-attempt-only": "a stale attempt is accepted",
     "pulls-what-is-offered": "P sends parts that it does not offer",
     "a-loss-costs-no-attempt": "ASK is not repeated",
+    "told-is-a-prefix": "the tokens of another attempt are told again",
+    "asked-is-told": "D reports tokens that nobody asked for",
+    "one-pair-is-enough": "two broken pairs take turns for ever",
 }
 """Name of the bug, by the name of the rule without its code."""

@@ -175,8 +175,8 @@ BUGS: Final = [
         "P computes again what it hits",
         BATCH,
         (
-            "        hit_tokens = min(lease.num_ready_tokens, request.num_tokens - 1)\n",
-            "        hit_tokens = 0\n",
+            "hit_tokens = min(lease.num_ready_tokens + num_copied, request.num_tokens - 1)",
+            "hit_tokens = 0",
         ),
     ),
     bug(
@@ -250,8 +250,8 @@ BUGS: Final = [
         "D says that its pulls are fenced while they write",
         D,
         (
-            "self._post(attempt, Abort(attempt.header, reason, fenced=False))",
-            "self._post(attempt, Abort(attempt.header, reason, fenced=True))",
+            "self._post(attempt, self._abort(attempt, fenced=False))",
+            "self._post(attempt, self._abort(attempt, fenced=True))",
         ),
     ),
     bug(

@@ -186,9 +186,9 @@ GATEWAY_BUGS: Final = [
         "a lost decode node counts only after a reported start",
         RETRIES,
         (
-            '        self.decode_failed(key, "the decode node was lost")\n',
-            "        if self._requests[key.request_id].is_started:\n"
-            '            self.decode_failed(key, "the decode node was lost")\n',
+            '            self._lose(key.request_id, request, "the decode node was lost")\n',
+            "            if request.is_started:\n"
+            '                self._lose(key.request_id, request, "the decode node was lost")\n',
         ),
     ),
     bug(
@@ -205,6 +205,163 @@ GATEWAY_BUGS: Final = [
         (
             "return self.begins_at is None and attempt == self.attempt",
             "return self.begins_at is None",
+        ),
+    ),
+    bug(
+        "an attempt that was lost counts as failed",
+        RETRIES,
+        ("        request.num_failed -= 1\n        self._retry", "        self._retry"),
+    ),
+    bug(
+        "a request loses attempts for ever",
+        RETRIES,
+        ("        is_final = lost_for_s >= self._lost_s\n", "        is_final = False\n"),
+    ),
+    bug(
+        "the time of the last lost attempt counts",
+        RETRIES,
+        ("        if request.losing_since is None:\n", "        if True:\n"),
+    ),
+    bug(
+        "the next attempt goes to the pair that lost the last one",
+        GATEWAY,
+        (
+            "        lost = self._lost_on.get(name, set())\n",
+            "        lost: set[Route] = set()\n",
+        ),
+    ),
+    bug(
+        "two broken pairs take turns for ever",
+        GATEWAY,
+        ("        if not self._router.has_pair(lost):\n", "        if True:\n"),
+    ),
+    bug(
+        "an attempt goes to a pair that does not hear each other",
+        GATEWAY,
+        (
+            "                pairs |= {Route(peer, other), Route(other, peer)}\n",
+            "                pass\n",
+        ),
+    ),
+    bug(
+        "only a prefill node's silence counts",
+        GATEWAY,
+        ("pairs |= {Route(peer, other), Route(other, peer)}", "pairs |= {Route(peer, other)}"),
+    ),
+    bug(
+        "a node whose load changes is lost",
+        REMOTE,
+        (", load=IDLE)", ")"),
+    ),
+    bug(
+        "the load of a node is that of its first status",
+        REMOTE,
+        ("replace(known, heard_at=self._now, load=load)", "replace(known, heard_at=self._now)"),
+    ),
+    bug(
+        "tokens are told without regard to their position",
+        REMOTE,
+        ("new.tokens[num_heard - new.start :]", "new.tokens"),
+    ),
+    bug(
+        "tokens after a gap are told",
+        REMOTE,
+        ("        elif new.start <= num_heard:\n", "        elif True:\n"),
+        ("new.tokens[num_heard - new.start :]", "new.tokens[max(num_heard - new.start, 0) :]"),
+    ),
+    bug(
+        "the gateway does not ask for tokens that are missing",
+        REMOTE,
+        ("        elif not followed.has_asked:\n", "        elif False:\n"),
+    ),
+    bug(
+        "each message after a gap is answered by a question",
+        REMOTE,
+        ("        elif not followed.has_asked:\n", "        else:\n"),
+    ),
+    bug(
+        "a lost question for tokens is not repeated",
+        REMOTE,
+        (
+            "            elif followed.peer == peer and followed.has_asked:\n",
+            "            elif False:\n",
+        ),
+    ),
+    bug(
+        "the gateway asks for tokens that it has",
+        REMOTE,
+        ("            followed.has_asked = False\n", "            pass\n"),
+    ),
+    bug(
+        "the gateway asks always for tokens",
+        REMOTE,
+        ("if self._is_streaming and isinstance(report, Started)", "if isinstance(report, Started)"),
+    ),
+    bug(
+        "tokens of an unwanted attempt are not answered",
+        REMOTE,
+        (
+            'self._actions.append(SendToNode(peer, CancelAttempt(new.key, "cancelled")))',
+            "pass",
+        ),
+    ),
+    bug(
+        "the tokens of another attempt are told again",
+        GATEWAY,
+        (
+            "        known = request.output_tokens[start : start + len(tokens)]\n",
+            "        known = []\n",
+        ),
+    ),
+    bug(
+        "the answer repeats what was told",
+        GATEWAY,
+        ("for token in tokens[len(request.output_tokens) :]:", "for token in tokens:"),
+    ),
+    bug(
+        "another attempt may contradict what was told",
+        GATEWAY,
+        (
+            "        if list(tokens[: len(known)]) == list(known):\n",
+            "        if True:\n",
+        ),
+    ),
+    bug(
+        "D reports tokens that nobody asked for",
+        LINK,
+        (
+            "            self._decoding[report.key] = report.request\n",
+            "            self._decoding[report.key] = report.request\n"
+            "            self._followed[report.key] = 0\n",
+        ),
+    ),
+    bug(
+        "D reports tokens of attempts that have ended",
+        LINK,
+        ("            self._followed.pop(report.key, None)\n", ""),
+    ),
+    bug(
+        "D reports tokens as often as it can",
+        LINK,
+        ("if not self._followed or now < self._next_progress_at:", "if not self._followed:"),
+    ),
+    bug(
+        "D reports all tokens in one message",
+        LINK,
+        ("            if not room or len", "            if len"),
+        ("[start : start + room]", "[start:]"),
+    ),
+    bug(
+        "D reports the tokens of the same attempts first",
+        LINK,
+        ("            del self._followed[key]  # the others are first next time\n", ""),
+    ),
+    bug(
+        "a healed connection is avoided for ever",
+        REMOTE,
+        (
+            "            self._gateway.set_unheard(peer, unheard)\n",
+            "            if unheard:\n                self._gateway.set_unheard(peer, unheard)\n",
         ),
     ),
 ]

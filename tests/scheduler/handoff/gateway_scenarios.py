@@ -49,18 +49,20 @@ class GatewayHarness:
             self.send_status(name, role)
         self.sent()
 
-    def send_status(self, name: str, role: str, epoch: int = 5) -> None:
-        status = self.h.gateway_messages.NodeStatus(role, f"{name}:1", "none", 2, 40, "m")
+    def send_status(
+        self, name: str, role: str, epoch: int = 5, unheard: tuple[str, ...] = ()
+    ) -> None:
+        kind = self.h.gateway_messages.NodeStatus
+        status = kind(role, f"{name}:1", "none", 2, 40, "m", unheard)
         self.gateway.receive(name, epoch, status, self.now)
 
     def sent(self) -> list[Any]:
         says = [each for each in self.gateway.take_actions() if hasattr(each, "message")]
         return [(each.peer, each.message) for each in says]
 
-    def run(self, request_id: str = "a") -> Any:
-        self.gateway.add_request(
-            gateway_of(self.h).network_gateway.Request(request_id, PROMPT, 2), self.now
-        )
+    def run(self, request_id: str = "a", max_new_tokens: int = 2) -> Any:
+        request = gateway_of(self.h).network_gateway.Request(request_id, PROMPT, max_new_tokens)
+        self.gateway.add_request(request, self.now)
         self.gateway.tick(self.now)
         [(_, run)] = self.sent()
         return run
@@ -117,7 +119,7 @@ def reports_of_an_older_attempt_are_no_answer(h: ModuleType) -> None:
 
 
 def the_gateway_repeats_run_prefill_until_it_is_acknowledged(h: ModuleType) -> None:
-    harness, messages = GatewayHarness(h, silence_s=5.0, max_attempts=2), h.gateway_messages
+    harness, messages = GatewayHarness(h, silence_s=5.0, lost_s=5.0), h.gateway_messages
     run = harness.run()
     for now in (1.0, 2.0):
         harness.gateway.tick(now)
@@ -135,7 +137,8 @@ def the_gateway_repeats_run_prefill_until_it_is_acknowledged(h: ModuleType) -> N
             harness.send_status(D, "decode")
             harness.gateway.tick(harness.now)
         harness.gateway.tick(harness.now + 0.1)
-    assert harness.gateway.failures["b"] == "p0 does not acknowledge the request"
+    reason = "attempts were lost for 5 s: p0 does not acknowledge the request"
+    assert harness.gateway.failures["b"] == reason
 
 
 def a_silent_node_is_gone(h: ModuleType) -> None:
@@ -144,6 +147,252 @@ def a_silent_node_is_gone(h: ModuleType) -> None:
     assert set(harness.gateway.nodes) == {P, D}
     harness.gateway.tick(5.0)
     assert not harness.gateway.nodes and set(harness.gateway.gone) == {P, D}
+
+
+def only_time_limits_lost_attempts(h: ModuleType) -> None:
+    harness = GatewayHarness(h, max_attempts=1, lost_s=5.0, silence_s=1e9, backoff_s=1.0)
+    run, messages = harness.run(), h.gateway_messages
+    for now in (2.0, 4.0, 6.0, 8.0):
+        harness.gateway.tick(now)
+        lost = messages.PrefillFailed(run.key, "silence", is_lost=True)
+        harness.gateway.receive(P, 5, lost, now)
+        harness.sent()
+        harness.gateway.tick(now + 1.0)
+        if now < 7.0:
+            [run] = [message for _, message in harness.sent()]
+    assert harness.gateway.failures == {"a": "attempts were lost for 6 s: silence"}
+
+
+def the_next_attempt_avoids_the_pair_that_lost_one(h: ModuleType) -> None:
+    harness = GatewayHarness(h, silence_s=1e9, backoff_s=1.0)
+    harness.send_status("d1", "decode")
+    harness.sent()
+    run = harness.run()
+    assert run.decode_node == D
+    lost = h.gateway_messages.PrefillFailed(run.key, "silence", is_lost=True)
+    harness.gateway.receive(P, 5, lost, 0.0)
+    harness.sent()
+    harness.gateway.tick(1.0)
+    [(_, again)] = harness.sent()
+    assert again.decode_node == "d1"
+
+
+def lost_attempts_go_to_every_pair_before_one_comes_again(h: ModuleType) -> None:
+    harness = GatewayHarness(h, silence_s=1e9, backoff_s=1.0)
+    for name in ("d1", "d2"):
+        harness.send_status(name, "decode")
+    harness.sent()
+    run, decode_nodes = harness.run(), []
+    for now in range(6):
+        decode_nodes.append(run.decode_node)
+        lost = h.gateway_messages.PrefillFailed(run.key, "silence", is_lost=True)
+        harness.gateway.receive(P, 5, lost, float(now))
+        harness.sent()
+        harness.gateway.tick(now + 1.0)
+        [(_, run)] = harness.sent()
+    assert {*decode_nodes[:3]} == {D, "d1", "d2"}, decode_nodes
+    assert len({*decode_nodes[2:5]}) == 3, decode_nodes
+
+
+def nodes_that_do_not_hear_each_other_get_no_attempt_until_they_do(h: ModuleType) -> None:
+    for deaf, role, other in ((P, "prefill", D), (D, "decode", P)):
+        harness = GatewayHarness(h, silence_s=1e9)
+        harness.send_status("d1", "decode")
+        harness.send_status(deaf, role, unheard=(other,))
+        harness.sent()
+        assert [harness.run(name).decode_node for name in "abc"] == ["d1"] * 3
+        harness.send_status(deaf, role)
+        harness.sent()
+        assert harness.run("d").decode_node == D
+
+
+def a_node_whose_load_changes_stays(h: ModuleType) -> None:
+    harness, messages = GatewayHarness(h), h.gateway_messages
+    run = harness.run()
+    status = messages.NodeStatus("prefill", "p0:1", "none", 2, 40, "m")
+    for number in range(3):
+        load = messages.NodeLoad(num_running=number, prompt_tokens=7 * number)
+        harness.gateway.receive(P, 5, replace(status, load=load), 0.0)
+        assert harness.gateway.nodes[P].load == load
+        harness.gateway.receive(P, 5, messages.DeliveryAck(run.key, "RunPrefill"), 0.0)
+        assert harness.gateway.nodes[P].load == load
+    assert harness.sent() == [] and not harness.gateway.gone
+
+
+class Stream(GatewayHarness):
+    """A gateway that streams the tokens of a request, which its decode node has started."""
+
+    def __init__(self, h: ModuleType, **options: Any) -> None:
+        super().__init__(h, stream=True, backoff_s=0.0, silence_s=1e9, **options)
+        self.key = self.run(max_new_tokens=9).key
+        self.started()
+
+    def started(self) -> None:
+        self.receive(self.h.gateway_messages.Started(self.key))
+        follow = self.h.gateway_messages.FollowAttempt(self.key, 0)
+        assert (D, follow) in self.sent(), "the gateway does not ask"
+
+    def receive(self, message: Any, peer: str = D) -> None:
+        self.gateway.receive(peer, 5, message, self.now)
+
+    def hear(self, start: int, *tokens: int) -> list[Any]:
+        """Receive tokens of the attempt; return all that the client was told, if that changed."""
+        messages = self.h.gateway_messages
+        self.receive(messages.Progress((messages.NewTokens(self.key, start, tokens),)))
+        return [list(each.output_tokens) for each in self.gateway.take_advanced()]
+
+    def retry(self) -> None:
+        """The decode node gives up; another attempt starts."""
+        self.receive(self.h.gateway_messages.DecodeFailed(self.key, "it was cold"))
+        self.sent()
+        self.gateway.tick(self.now)
+        [(_, run)] = self.sent()
+        self.key = run.key
+        self.started()
+
+
+def tokens_that_are_doubled_late_or_lost_are_told_once(h: ModuleType) -> None:
+    stream, follow = Stream(h), h.gateway_messages.FollowAttempt
+    assert stream.hear(0, 1, 2) == [[1, 2]]
+    assert stream.hear(0, 1, 2) == stream.hear(1, 2) == []
+    assert stream.hear(1, 2, 3) == [[1, 2, 3]]
+    assert stream.hear(4, 5) == [], "a token before it is missing"
+    assert stream.sent() == [(D, follow(stream.key, 3))]
+    assert stream.hear(5, 6) == [] and stream.sent() == [], "the gateway has asked"
+    stream.send_status(D, "decode")
+    assert stream.sent() == [(D, follow(stream.key, 3))], "the answer may be lost"
+    assert stream.hear(3, 4, 5, 6) == [[1, 2, 3, 4, 5, 6]]
+    stream.send_status(D, "decode")
+    assert stream.sent() == []
+    assert stream.hear(7, 8) == []
+    assert stream.sent() == [(D, follow(stream.key, 6))]
+    stream.receive(
+        h.gateway_messages.Finished(stream.key, (1, 2, 3, 4, 5, 6, 7, 8, 9), h.Hits(), 0)
+    )
+    [request] = stream.gateway.take_ended()
+    assert request.output_tokens == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert request.finish_reason == "length"
+    stream.sent()
+    assert stream.hear(6, 7) == []
+    assert stream.sent() == [(D, h.gateway_messages.CancelAttempt(stream.key, "cancelled"))]
+
+
+def a_lost_question_for_tokens_is_repeated(h: ModuleType) -> None:
+    stream = Stream(h)
+    for _ in range(2):
+        stream.send_status(P, "prefill")
+        assert stream.sent() == []
+        stream.send_status(D, "decode")
+        assert stream.sent() == [(D, h.gateway_messages.FollowAttempt(stream.key, 0))]
+    stream.gateway.abort("a")
+    stream.sent()
+    stream.send_status(D, "decode")
+    assert stream.sent() == []
+
+
+def another_attempt_tells_only_what_is_new(h: ModuleType) -> None:
+    stream = Stream(h)
+    assert stream.hear(0, 1, 2, 3) == [[1, 2, 3]]
+    stream.retry()
+    assert stream.hear(0, 1, 2) == []
+    assert stream.hear(2, 3, 4) == [[1, 2, 3, 4]]
+    stream.receive(h.gateway_messages.Finished(stream.key, (1, 2, 3, 4, 5), h.Hits(), 0))
+    [request] = stream.gateway.take_ended()
+    assert request.output_tokens == [1, 2, 3, 4, 5] and stream.gateway.failures == {}
+
+
+def a_request_fails_if_another_attempt_contradicts_what_was_told(h: ModuleType) -> None:
+    messages = h.gateway_messages
+    for tokens, reason in (
+        ((1, 7, 3), "attempt 2 has 7 as output token 1, and an earlier attempt, "),
+        ((1,), "attempt 2 has the end as output token 1, and an earlier attempt, "),
+    ):
+        for is_end in (True, False):
+            stream = Stream(h)
+            stream.hear(0, 1, 2, 3)
+            stream.retry()
+            if is_end:
+                stream.receive(messages.Finished(stream.key, tokens, h.Hits(), 0))
+            elif len(tokens) > 1:
+                stream.hear(0, *tokens)
+            else:
+                continue
+            assert stream.gateway.failures == {"a": f"{reason}whose tokens were told, had 2"}
+            [request] = stream.gateway.take_ended()
+            assert request.finish_reason == "abort"
+            assert (D, messages.CancelAttempt(stream.key, "cancelled")) in stream.sent()
+
+
+def tokens_are_asked_for_only_by_a_gateway_that_streams(h: ModuleType) -> None:
+    harness, messages = GatewayHarness(h), h.gateway_messages
+    run = harness.run()
+    harness.gateway.receive(D, 5, messages.Started(run.key), 0.0)
+    assert harness.sent() == [(D, messages.DeliveryAck(run.key, "Started"))]
+
+
+def decoding(h: ModuleType, reporter: Any, name: str, num_tokens: int) -> tuple[Any, Any]:
+    """Let a node decode an attempt; return its key and its request."""
+    key = h.AttemptKey(name, 1)
+    request = gateway_of(h).network_gateway.Request(name, PROMPT, num_tokens + 1)
+    request.output_tokens += range(num_tokens)
+    started = h.Started(key, request, 0)
+    reporter.report(started, 0.0)
+    reporter.take_messages()
+    return key, request
+
+
+def a_node_reports_new_tokens_to_those_who_asked(h: ModuleType) -> None:
+    reporter, messages = reporter_of(h), h.gateway_messages
+    key, request = decoding(h, reporter, "a", 2)
+    other, _ = decoding(h, reporter, "b", 4)
+    reporter.report_progress(0.0)
+    assert reporter.take_messages() == []
+    reporter.follow(messages.FollowAttempt(key, 0))
+    reporter.follow(messages.FollowAttempt(h.AttemptKey("c", 1), 0))  # it has ended
+    reporter.report_progress(0.0)
+    assert reporter.take_messages() == [
+        messages.Progress((messages.NewTokens(key, 0, (0, 1)),)),
+    ]
+    reporter.follow(messages.FollowAttempt(other, 3))
+    reporter.report_progress(0.004)
+    assert reporter.take_messages() == [], "there was a message just now"
+    request.append(7)
+    reporter.report_progress(0.005)
+    [progress] = reporter.take_messages()
+    assert sorted(progress.attempts) == [
+        messages.NewTokens(key, 2, (7,)),
+        messages.NewTokens(other, 3, (3,)),
+    ]
+    reporter.report_progress(1.0)
+    assert reporter.take_messages() == []
+    reporter.follow(messages.FollowAttempt(key, 1))  # some were lost
+    reporter.report_progress(1.0)
+    [progress] = reporter.take_messages()
+    assert progress.attempts == (messages.NewTokens(key, 1, (1, 7)),)
+    request.append(8)
+    reporter.report(messages.DecodeFailed(key, "it was cold"), 1.0)
+    reporter.take_messages()
+    reporter.report_progress(2.0)
+    assert reporter.take_messages() == []
+
+
+def a_message_has_a_limited_number_of_tokens_and_serves_all_in_turn(h: ModuleType) -> None:
+    reporter, messages = reporter_of(h), h.gateway_messages
+    most = messages.MAX_PROGRESS_TOKENS
+    started = [decoding(h, reporter, name, most) for name in "abc"]
+    heard = dict.fromkeys((key for key, _ in started), 0)
+    for key in heard:
+        reporter.follow(messages.FollowAttempt(key, 0))
+    for now in range(3):
+        reporter.report_progress(float(now))
+        [progress] = reporter.take_messages()
+        assert sum(len(each.tokens) for each in progress.attempts) == most
+        for key, start, tokens in progress.attempts:
+            assert start == heard[key]
+            heard[key] += len(tokens)
+        for _, request in started:
+            request.output_tokens += range(most)
+    assert list(heard.values()) == [most] * 3
 
 
 def reporter_of(h: ModuleType) -> Any:
@@ -241,11 +490,23 @@ GATEWAY_SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
     reports_of_an_older_attempt_are_no_answer,
     the_gateway_repeats_run_prefill_until_it_is_acknowledged,
     a_silent_node_is_gone,
+    only_time_limits_lost_attempts,
+    the_next_attempt_avoids_the_pair_that_lost_one,
+    lost_attempts_go_to_every_pair_before_one_comes_again,
+    nodes_that_do_not_hear_each_other_get_no_attempt_until_they_do,
     a_node_begins_once_and_acknowledges_each_copy,
     an_attempt_that_a_node_rejects_has_failed,
     a_message_is_resent_until_it_is_acknowledged,
     the_last_message_of_an_attempt_replaces_earlier_ones,
     no_message_is_resent_to_a_gone_node_or_about_an_ended_attempt,
+    a_node_whose_load_changes_stays,
+    tokens_that_are_doubled_late_or_lost_are_told_once,
+    a_lost_question_for_tokens_is_repeated,
+    another_attempt_tells_only_what_is_new,
+    a_request_fails_if_another_attempt_contradicts_what_was_told,
+    tokens_are_asked_for_only_by_a_gateway_that_streams,
+    a_node_reports_new_tokens_to_those_who_asked,
+    a_message_has_a_limited_number_of_tokens_and_serves_all_in_turn,
     either_node_may_crash_and_lose_its_messages,
     either_connection_may_break_at_any_message,
     the_gateway_may_restart_at_any_message,

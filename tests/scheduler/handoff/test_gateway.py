@@ -123,3 +123,26 @@ def test_a_request_has_no_deadline_by_default() -> None:
     gateway.finished(run.key, [7], Hits(), 0)
     [ended] = gateway.take_ended()
     assert (ended.output_tokens, gateway.failures) == ([7], {})
+
+
+def test_a_pair_that_lost_an_attempt_is_avoided_in_the_next() -> None:
+    gateway = make("d0", "d1")
+    gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    run = begin(gateway)
+    gateway.prefill_failed(run.key, "silence", is_lost=True)
+    assert begin(gateway, now=1.0).route == ("p0", "d1")
+
+
+def test_a_pair_that_does_not_hear_each_other_is_the_last_choice() -> None:
+    gateway = make("d0", "d1")
+    for peer, others in (("p0", ["d0", "d9"]), ("d1", ["p0"])):
+        gateway.set_unheard(peer, others)
+        gateway.add_request(Request(f"{peer} is deaf", [1, 2, 3], 2), 0.0)
+        route = begin(gateway).route
+        assert route == ("p0", "d1" if peer == "p0" else "d0"), "any pair is better than none"
+    gateway.set_unheard("p0", [])
+    gateway.add_request(Request("last", [1, 2, 3], 2), 0.0)
+    assert begin(gateway).route == ("p0", "d0")
+    gateway.remove_node("d1")
+    gateway.add_decode("d1", 20)  # it hears p0 now, as far as anybody knows
+    assert gateway._unheard == {}

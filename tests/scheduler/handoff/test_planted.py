@@ -10,9 +10,6 @@ from typing import TypeAlias
 
 import pytest
 
-from radixkv.spec.rules.handoff import HANDOFF_RULES
-from radixkv.spec.rules.rule import Rule
-
 from . import (
     decode_harness,
     prefill_harness,
@@ -23,7 +20,6 @@ from . import (
     test_prefill_ends,
     test_prefill_scheduler,
 )
-from .bites import BITES
 from .bugs import BUGS, Bug
 from .gateway_bugs import GATEWAY_BUGS
 from .gateway_scenarios import GATEWAY_SCENARIOS
@@ -109,19 +105,6 @@ def test_a_bug_of_the_gateway_is_found(bug: Bug) -> None:
     with planted(bug) as package:
         found = found_by_scenarios(package, GATEWAY_SCENARIOS) or found_by_scenarios(package)
         assert found or found_by_random_programs(package), "nothing finds it"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", HANDOFF_RULES, ids=lambda rule: rule.name)
-def test_every_rule_bites(rule: Rule) -> None:
-    name = BITES[rule.name.split()[1]]
-    [bug] = [each for each in (*BUGS, *GATEWAY_BUGS, *SCHEDULER_BUGS) if each.name == name]
-    with planted(bug) as package:
-        for seed in range(PROGRAMS):
-            finding = run_random(package, seed, NUM_STEPS).finding
-            if finding is not None and finding.rule == rule.name:
-                return
-    raise AssertionError(f"{bug.name}: no program breaks {rule.name}")
 
 
 @pytest.mark.slow

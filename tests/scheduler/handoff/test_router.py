@@ -210,3 +210,30 @@ def test_load_is_the_sum_of_attempts_in_progress(steps):
             loads[each.prefill] += on_prefill
             loads[each.decode] += on_decode
         assert router.loads() == loads
+
+
+@given(
+    broken=st.sets(st.tuples(st.sampled_from(["p0", "p1", "p2"]), st.sampled_from(["d0", "d1"]))),
+    avoid=st.sets(st.sampled_from(["d0", "d1"])),
+    loads=st.lists(st.integers(1, 8), max_size=6),
+)
+def test_a_broken_pair_is_the_last_choice(broken, avoid, loads):
+    nodes = {"p0": 100, "p1": 100, "p2": 100}
+    router = Router(1, prefill=nodes, decode={"d0": 100, "d1": 100})
+    for place, length in enumerate(loads):
+        router.route(AttemptKey(str(place), 1), [place + 1] * length)
+    before = router.loads()
+    pairs = {Route(*pair) for pair in broken}
+    whole = {Route(p, d) for p in nodes for d in ("d0", "d1")} - pairs
+    route = router.route(AttemptKey("last", 1), [99, 99], avoid=avoid, broken=pairs)
+    if whole:
+        assert route in whole
+
+        def cost(pair: Route) -> tuple[bool, int]:
+            return pair.decode in avoid, before[pair.prefill] + before[pair.decode]
+
+        assert cost(route) == min(map(cost, whole))
+    after = router.loads()
+    assert {name for name in after if after[name] != before[name]} == set(route)
+    router.finished(AttemptKey("last", 1))
+    assert router.loads() == before

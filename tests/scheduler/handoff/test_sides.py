@@ -12,6 +12,7 @@ from radixkv.scheduler import RequestError, StepOrderError, handoff
 from radixkv.scheduler.gateway.node_reporter import NodeReporter
 from radixkv.scheduler.gateway.retries import Answer, Begin, Cancel, RequestRetrier
 from radixkv.scheduler.handoff import (
+    PROTOCOL_VERSION,
     Abort,
     Ask,
     AttemptKey,
@@ -51,7 +52,7 @@ def posted(side: PrefillSide | DecodeSide) -> list[Message]:
     return [action.message for action in side.take_actions() if isinstance(action, Post)]
 
 
-def ask(block_size: int = 2, version: int = 2, prompt: list[int] = PROMPT) -> Ask:
+def ask(block_size: int = 2, version: int = PROTOCOL_VERSION, prompt: list[int] = PROMPT) -> Ask:
     tokens = np.array(prompt, "<i4").tobytes()
     return Ask(Header(KEY, 1, version=version), tokens, b"", block_size, 1, 4)
 
@@ -110,7 +111,10 @@ def test_p_sends_loaded_and_computed_blocks_together() -> None:
     [
         (ask(block_size=4), "refused, block size: 4 here, 2 there"),
         (ask(prompt=[]), "refused, malformed: request 'r1' has an empty prompt"),
-        (ask(version=3), "refused, version: 3 here, 2 there"),
+        (
+            ask(version=PROTOCOL_VERSION + 1),
+            f"refused, version: {PROTOCOL_VERSION + 1} here, {PROTOCOL_VERSION} there",
+        ),
         (ask(prompt=[1] * 17), "refused, too large: 10 needed, 8 available"),
     ],
 )
@@ -130,7 +134,7 @@ def test_messages_of_another_version_change_nothing() -> None:
     pair = Pair(handoff)
     pair.d.receive(P, pair.begin())
     [grant] = pair.posted(pair.d)
-    header = Header(KEY, 1, 1, 1, version=3)
+    header = Header(KEY, 1, 1, 1, version=PROTOCOL_VERSION + 1)
     pair.p.receive(D, Grant(header, 0))
     pair.d.receive(P, Abort(header, "no", fenced=False))
     assert pair.p.take_actions() == pair.d.take_actions() == []
@@ -281,10 +285,10 @@ def test_a_request_has_a_last_attempt_and_a_deadline() -> None:
     gateway.tick(0)
     gateway.take_actions()
     gateway.started(AttemptKey("a", 1))
-    gateway.decode_lost(AttemptKey("a", 1))
+    gateway.decode_failed(AttemptKey("a", 1), "it was cold")
     assert gateway.take_actions() == [
         Cancel(AttemptKey("a", 1)),
-        Answer("a", None, "the decode node was lost"),
+        Answer("a", None, "it was cold"),
     ]
     gateway.prefill_failed(AttemptKey("b", 1), "too large", is_final=True)
     assert gateway.take_actions()[-1] == Answer("b", None, "too large")
@@ -292,3 +296,72 @@ def test_a_request_has_a_last_attempt_and_a_deadline() -> None:
     last = Answer("c", None, "not done in time: attempt 1 has not ended")
     assert gateway.take_actions() == [Cancel(AttemptKey("c", 1)), last]
     assert gateway.num_open == 0
+
+
+@pytest.mark.parametrize("how", ["prefill", "decode", "pair"])
+def test_an_attempt_that_is_lost_does_not_count(how: str) -> None:
+    gateway = RequestRetrier(max_attempts=1, backoff_s=1, request_s=1e9, lost_s=50)
+    gateway.submit("a")
+
+    def lose(key: AttemptKey) -> None:
+        if how == "prefill":
+            gateway.prefill_lost(key)
+        elif how == "decode":
+            gateway.started(key)
+            gateway.decode_lost(key)
+        else:
+            gateway.prefill_failed(key, "silence", is_lost=True)
+
+    gateway.tick(100)
+    for attempt in range(1, 27):
+        key = AttemptKey("a", attempt)
+        assert gateway.take_actions() == [Begin(key)]
+        gateway.tick(98 + 2 * attempt)
+        lose(key)
+        if attempt < 26:
+            assert gateway.take_actions() == [Cancel(key)]
+        gateway.tick(100 + 2 * attempt)
+    cancelled, answer = gateway.take_actions()
+    assert cancelled == Cancel(key)
+    assert isinstance(answer, Answer) and answer.tokens is None
+    assert answer.reason.startswith("attempts were lost for 50 s: ")
+
+
+def test_a_failed_attempt_counts_beside_lost_ones() -> None:
+    gateway = RequestRetrier(max_attempts=2, backoff_s=1, request_s=1e9)
+    gateway.submit("a")
+    for attempt, is_lost in enumerate([True, False, True, False], 1):
+        gateway.tick(2.0 * attempt)
+        gateway.prefill_failed(AttemptKey("a", attempt), "no", is_lost=is_lost)
+    assert gateway.take_actions()[-1] == Answer("a", None, "no")
+
+
+def test_p_says_that_it_has_lost_d() -> None:
+    for lose in ("silence", "restart", "abort"):
+        pair = Pair(handoff)
+        pair.d.receive(P, pair.begin())
+        [grant] = pair.posted(pair.d)
+        if lose == "silence":
+            pair.p.tick(Timing().silence_s)
+        elif lose == "restart":
+            pair.p.receive(D, grant)
+            pair.p.receive(D, Grant(Header(KEY, 2, 1, 1), 0))
+        else:
+            pair.d.tick(Timing().silence_s)
+            [abort] = [each for each in pair.posted(pair.d) if isinstance(each, Abort)]
+            assert (abort.reason, abort.is_lost) == ("the prefill node is silent", True)
+            pair.p.receive(D, abort)
+        [failed] = pair.actions(pair.p, "PrefillFailed")
+        assert failed.is_lost and not (failed.is_busy or failed.is_final), lose
+
+
+def test_p_has_not_lost_a_busy_d_nor_one_that_gives_up() -> None:
+    pair = Pair(handoff)
+    pair.d.receive(P, pair.begin())
+    pair.posted(pair.d)
+    pair.d.abort(KEY, "no")
+    [abort] = pair.posted(pair.d)
+    assert isinstance(abort, Abort) and not abort.is_lost
+    pair.p.receive(D, abort)
+    [failed] = pair.actions(pair.p, "PrefillFailed")
+    assert not failed.is_lost

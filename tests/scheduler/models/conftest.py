@@ -15,7 +15,7 @@ from radixkv.scheduler.models import Batch, Model, forward, load_model, make_tin
 
 BLOCK_SIZE = 16
 TABLE_WIDTH = 24  # blocks of a request: 384 tokens
-TOKEN_BUCKETS = (8, 64, 384)
+TOKEN_BUCKETS = (64, 384)
 GOLDENS: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "goldens" / "models.json").read_text(encoding="utf-8")
 )

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, Final, TypeAlias
 
 from radixkv.kvcache import CacheManager
+from radixkv.scheduler.gateway.cache_index import CacheReporter
 from radixkv.scheduler.handoff import (
     AttemptKey,
     DecodeFailed,
@@ -18,10 +19,16 @@ from radixkv.scheduler.handoff import (
     Timing,
 )
 from radixkv.scheduler.handoff.attempts import make_ask
-from radixkv.scheduler.handoff.gateway_messages import GATEWAY, NodeStatus
-from radixkv.scheduler.handoff.messages import Ask
+from radixkv.scheduler.handoff.gateway_messages import (
+    GATEWAY,
+    CacheAsk,
+    CacheUpdate,
+    NodeLoad,
+    NodeStatus,
+)
+from radixkv.scheduler.handoff.messages import Ack, Ask
 from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
-from radixkv.scheduler.nodes.channel import ChannelStats, Packet, ZmqChannel
+from radixkv.scheduler.nodes.channel import ChannelStats, Packet, TooManyPeersError, ZmqChannel
 from radixkv.scheduler.nodes.event_loop import NodeEventLoop
 from radixkv.scheduler.nodes.node import PeerMessage
 from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
@@ -45,13 +52,23 @@ class FakeChannel(ZmqChannel):
         self.done = ChannelStats()
         self._ends, self._is_lost = ends, is_lost
         self._arrived: deque[Packet] = deque()
+        self.connected: list[str] = []
+        self.max_peers = 100
         ends[name] = self
 
     def connect(self, peer: str, address: str) -> None:
-        pass
+        if peer not in self.connected:
+            if not self.has_room:
+                raise TooManyPeersError(peer, self.max_peers)
+            self.connected.append(peer)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.connected) < self.max_peers
 
     def disconnect(self, peer: str) -> None:
-        pass
+        if peer in self.connected:
+            self.connected.remove(peer)
 
     def send(self, peer: str, message: Any, pull_info: Any = None) -> bool:
         if not self._is_lost(self.name, peer, message):
@@ -72,7 +89,7 @@ class FakeChannel(ZmqChannel):
 
 
 class Prefill(PrefillEngine):
-    """A prefill engine that sends ASK at once, unless it has a failure to report."""
+    """A prefill engine that sends ASK once, unless it has a failure to report."""
 
     def __init__(self) -> None:
         self.manager, self.model_name = CacheManager(8, 4), "m"
@@ -81,6 +98,10 @@ class Prefill(PrefillEngine):
         self.failures: list[str] = []
         self.given_up: list[Any] = []
         self._outbox, self._reports = [], []
+        self._unanswered: dict[AttemptKey, float | None] = {}  # when it was begun
+
+    def load(self) -> NodeLoad:
+        return NodeLoad(num_running=len(self._unanswered), hit_tokens=7)
 
     def begin(self, request: Request, peer: str, attempt: int = 1) -> None:
         key = AttemptKey(request.request_id, attempt)
@@ -89,16 +110,28 @@ class Prefill(PrefillEngine):
             self._reports.append(PrefillFailed(key, self.failures.pop()))
         else:
             self._outbox.append(PeerMessage(peer, make_ask(Header(key, 1, None, 0), request, 4, 1)))
+            self._unanswered[key] = None
+
+    def receive(self, message: PeerMessage) -> None:
+        assert isinstance(message.message, Ack)
+        self._unanswered.pop(message.message.header.key, None)
 
     def give_up(self, key: Any, reason: str) -> None:
         self.given_up.append(key)
+        self._unanswered.pop(key, None)
 
     def poll(self, now: float) -> bool:
+        for key, begun_at in list(self._unanswered.items()):
+            if begun_at is None:
+                self._unanswered[key] = now
+            elif now - begun_at >= SILENCE_S:
+                del self._unanswered[key]
+                self._reports.append(PrefillFailed(key, "silence", is_lost=True))
         return False
 
 
 class Decode(DecodeEngine):
-    """A decode engine that starts each ASK, and ends it one turn later."""
+    """A decode engine that starts each ASK, and ends it at once, or token by token."""
 
     def __init__(self) -> None:
         self.manager, self.model_name = CacheManager(8, 4), "m"
@@ -106,22 +139,38 @@ class Decode(DecodeEngine):
         self.failures: list[str] = []
         self.given_up: list[Any] = []
         self._running: list[Ask] = []
+        self.is_slow = False
+        self._slow: list[tuple[AttemptKey, Request]] = []
         self._outbox, self._reports = [], []
 
+    def load(self) -> NodeLoad:
+        return NodeLoad(num_running=len(self._slow))
+
     def receive(self, message: PeerMessage) -> None:
-        assert isinstance(message.message, Ask)
-        self._running.append(message.message)
+        ask = message.message
+        assert isinstance(ask, Ask)
+        self._running.append(ask)
+        self._outbox.append(PeerMessage(message.peer, Ack(ask.header)))
 
     def give_up(self, key: Any, reason: str) -> None:
         self.given_up.append(key)
 
     def poll(self, now: float) -> bool:
+        for key, request in self._slow[:]:
+            tokens = tokens_of(key.request_id)
+            if len(request.output_tokens) < len(tokens):
+                request.output_tokens.append(tokens[len(request.output_tokens)])
+            else:
+                self._slow.remove((key, request))
+                self._reports.append(Finished(key, request))
         for ask in self._running:
             key = ask.header.key
             request = Request(key.request_id, [1], 2)
             self._reports.append(Started(key, request, 0))
             if self.failures:
                 self._reports.append(DecodeFailed(key, self.failures.pop()))
+            elif self.is_slow:
+                self._slow.append((key, request))
             else:
                 request.output_tokens.extend(tokens_of(key.request_id))
                 self._reports.append(Finished(key, request))
@@ -135,14 +184,27 @@ def tokens_of(request_id: str) -> tuple[int, int]:
 
 
 class Deployment:
-    """A gateway with a node of each role; each turn advances the clock."""
+    """A gateway with nodes of each role; each turn advances the clock."""
 
-    def __init__(self, is_lost: IsLost = lambda *_: False, **options: Any) -> None:
+    def __init__(
+        self,
+        is_lost: IsLost = lambda *_: False,
+        *,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        **options: Any,
+    ) -> None:
         self.now = 0.0
         self.ends: dict[str, FakeChannel] = {}
         self._is_lost = is_lost
         self.nodes = self.new_gateway(1, **options)
-        self.prefill, self.decode = Prefill(), Decode()
+        self.engines: dict[str, Any] = {
+            **{f"prefill-{place}": Prefill() for place in range(num_prefill)},
+            **{f"decode-{place}": Decode() for place in range(num_decode)},
+        }
+        self.prefill: Prefill = self.engines["prefill-0"]
+        self.decode: Decode = self.engines["decode-0"]
+        self.caches = {name: CacheReporter() for name in self.engines}
         self.loops = {
             name: NodeEventLoop(
                 engine,
@@ -150,9 +212,10 @@ class Deployment:
                 gateway=self.ends[GATEWAY].address,
                 transport="jax",
                 timing=TIMING,
+                cache=self.caches[name],
                 clock=lambda: self.now,
             )
-            for name, engine in (("prefill-0", self.prefill), ("decode-0", self.decode))
+            for name, engine in self.engines.items()
         }
 
     def new_gateway(self, epoch: int, **options: Any) -> RemoteNodes:
@@ -190,5 +253,6 @@ class Deployment:
 
 
 def is_of_request(message: Any) -> bool:
-    """Whether a message is neither a periodic status nor an ASK."""
-    return not isinstance(message, NodeStatus | Ask)
+    """Whether a message is neither periodic, nor about a cache, nor one between nodes."""
+    periodic = NodeStatus | CacheUpdate | CacheAsk
+    return not isinstance(message, periodic | Ask | Ack)

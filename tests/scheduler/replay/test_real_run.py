@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from typing import Any
 
 import numpy as np
 import pytest
 
-from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.engine import Engine, programs
 from radixkv.scheduler.models import Model
 from radixkv.scheduler.replay.checks import Check
 from radixkv.scheduler.replay.engine_run import real_run
@@ -157,3 +158,22 @@ def test_no_request_is_short_enough() -> None:
     assert [(check.verdict, check.detail) for check in run.checks] == [
         ("SKIP", "no request is shorter than 16 tokens when scaled down")
     ]
+
+
+def test_each_compiled_program_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int, int]] = []
+    log = logging.getLogger(programs.__name__)
+
+    def make_engine(*args: object, **options: object) -> str:
+        for number in (1, 2, 3):
+            log.info("compiling %d of %d programs", number, 3)
+        return "an engine"
+
+    monkeypatch.setattr(real_run, "Engine", make_engine)
+    variant = real_run._Variant("cache on", 48)
+    start: Any = real_run._start_engine
+    engine = start(None, RealRunConfig(), variant, lambda *call: calls.append(call))
+    log.info("compiling %d of %d programs", 1, 1)
+    stage = "real run, cache on: compiling"
+    assert engine == "an engine"
+    assert calls == [(stage, 0, 1), (stage, 1, 3), (stage, 2, 3), (stage, 3, 3), (stage, 1, 1)]

@@ -100,13 +100,13 @@ def test_every_stage_reports_progress_to_its_end(replayed: tuple[ReplayReport, C
         "simulation, cache on",
         "simulation, host tier",
         "simulation, storage",
-        "real run, reference (compiling)",
+        "real run, reference: compiling",
         "real run, reference",
-        "real run, cache off (compiling)",
+        "real run, cache off: compiling",
         "real run, cache off",
-        "real run, cache on (compiling)",
+        "real run, cache on: compiling",
         "real run, cache on",
-        "real run, host tier (compiling)",
+        "real run, host tier: compiling",
         "real run, host tier",
     ]
     assert all(done == total for done, total in last.values())

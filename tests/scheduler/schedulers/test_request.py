@@ -138,6 +138,9 @@ def test_what_would_stop_the_scheduler_later_is_refused_at_once(argument: Any, t
         ({"top_p": None}, "top_p must be a number, got None"),
         ({"top_k": 1.5}, "top_k must be an integer, got 1.5"),
         ({"seed": True}, "seed must be an integer, got True"),
+        ({"min_p": "0"}, "min_p must be a number, got '0'"),
+        ({"presence_penalty": None}, "presence_penalty must be a number, got None"),
+        ({"min_tokens": 1.0}, "min_tokens must be an integer, got 1.0"),
     ],
 )
 def test_sampling_by_what_is_no_number_is_refused(argument: Any, text: str):
@@ -176,6 +179,19 @@ def test_a_prompt_of_another_kind_is_refused(prompt: Any, text):
         ("top_p", float("nan"), "top_p must be above 0 and at most 1, got nan"),
         ("seed", -1, "seed must be at least 0 and below 2**32, got -1"),
         ("seed", 2**32, "seed must be at least 0 and below 2**32, got 4294967296"),
+        ("min_p", -0.1, "min_p must be at least 0 and at most 1, got -0.1"),
+        ("min_p", 1.1, "min_p must be at least 0 and at most 1, got 1.1"),
+        ("min_p", float("nan"), "min_p must be at least 0 and at most 1, got nan"),
+        ("repetition_penalty", 0.0, "repetition_penalty must be finite and above 0, got 0.0"),
+        (
+            "repetition_penalty",
+            float("inf"),
+            "repetition_penalty must be finite and above 0, got inf",
+        ),
+        ("presence_penalty", -2.5, "presence_penalty must be at least -2 and at most 2, got -2.5"),
+        ("frequency_penalty", 2.1, "frequency_penalty must be at least -2 and at most 2, got 2.1"),
+        ("min_tokens", -1, "min_tokens must be at least 0 and below 2**31, got -1"),
+        ("min_tokens", 2**31, "min_tokens must be at least 0 and below 2**31, got 2147483648"),
     ],
 )
 def test_sampling_values_out_of_range_are_refused(field, value, text):
@@ -186,3 +202,5 @@ def test_sampling_values_out_of_range_are_refused(field, value, text):
 def test_sampling_values_at_the_ends_of_their_ranges_are_accepted():
     SamplingParams(temperature=0.0, top_k=0, top_p=1e-9, seed=0)
     SamplingParams(temperature=1e9, top_k=2**31 - 1, top_p=1.0, seed=2**32 - 1)
+    SamplingParams(min_p=1.0, presence_penalty=2, frequency_penalty=-2, min_tokens=2**31 - 1)
+    SamplingParams(repetition_penalty=1e-9, presence_penalty=-2, frequency_penalty=2)

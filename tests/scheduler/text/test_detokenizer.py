@@ -171,6 +171,26 @@ def test_the_text_ends_before_the_first_stop_string(kind, tokens, text, strings,
     assert (num_used, output.text) == (None, expected)
 
 
+@pytest.mark.parametrize(
+    ("min_tokens", "text", "used"),
+    [
+        (0, "", 1),
+        (1, "the cache", 3),
+        (2, "the cache", 3),
+        (3, "the cache the cache", 5),
+        (5, "the cache the cache the", None),
+    ],
+)
+def test_no_stop_string_ends_in_the_first_tokens(min_tokens, text, used):
+    tokenizer = words()
+    for strings in (["the"], ["the", "nothing that is there"]):
+        output = OutputText(Detokenizer(tokenizer), strings, min_tokens)
+        tokens = tokenizer.encode("the cache the cache the").ids
+        assert len(tokens) == 5
+        assert output.push(tokens, is_end=True) == used
+        assert output.text.rstrip() == text
+
+
 def test_a_stop_string_may_end_with_what_is_no_character():
     tokenizer = byte_fallback()
     output = OutputText(Detokenizer(tokenizer), ["a�"])

@@ -41,7 +41,7 @@ MATCH_BUGS = (
     bug(
         "the blocks available after a match are counted for an outdated match",
         MANAGER,
-        ("if match._version != self._tree.version:", "if False:"),
+        ("is_current = match._version == self._tree.version", "is_current = True"),
     ),
     bug(
         "the blocks available after a match include those that it pins",
@@ -55,7 +55,7 @@ ADMIT_BUGS = (
     bug(
         "a stale match is not done again",
         MANAGER,
-        ("match._version != tree.version", "False"),
+        ("match._version == tree.version", "True"),
         seen_in="TensorRT-LLM #8830",
     ),
     bug(

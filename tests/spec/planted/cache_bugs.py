@@ -7,6 +7,7 @@ from typing import Final
 from .admission_bugs import ADMISSION_BUGS
 from .change_bugs import CHANGE_BUGS
 from .cost_bugs import COST_BUGS
+from .event_bugs import EVENT_BUGS
 from .extension_bugs import EXTENSION_BUGS
 from .flight_bugs import FLIGHT_BUGS
 from .input_bugs import INPUT_BUGS
@@ -28,5 +29,6 @@ CACHE_BUGS: Final[tuple[Bug, ...]] = (
     *POOL_BUGS,
     *INPUT_BUGS,
     *MEMORY_BUGS,
+    *EVENT_BUGS,
     *COST_BUGS,
 )

@@ -7,8 +7,11 @@ from .plant import bug
 MANAGER = "manager.py"
 
 LIVE = (
-    "        if self._leases.get(lease.row) is not lease:\n"
-    "            raise self._not_live(lease)\n"
+    "        try:\n"
+    "            if self._leases.get(lease.row) is not lease:\n"
+    "                raise self._not_live(lease)\n"
+    "        except AttributeError:\n"
+    "            raise not_a_lease(lease) from None\n"
 )
 """What refuses a lease that is not live."""
 
@@ -16,22 +19,22 @@ LEASE_BUGS = (
     bug(
         "a lease can be released twice",
         MANAGER,
-        ("return\n" + LIVE, "return\n"),
+        ("return\n                raise self._not_live(lease)\n", "return\n"),
         seen_in="sglang-jax #982, FastDeploy PR 3293",
     ),
     bug(
         "a lease from before a reset is released",
         MANAGER,
         (
-            "if lease.epoch != self.epoch:\n            return\n" + LIVE,
-            "if lease.row < 0:\n            raise self._not_live(lease)\n",
+            "if self._leases.get(lease.row) is not lease:\n                if lease.epoch",
+            "if lease.row < 0:\n                if self.epoch",
         ),
         seen_in="FastDeploy PR 6202",
     ),
     bug(
         "a release after a reset is refused",
         MANAGER,
-        ("if lease.epoch != self.epoch:\n            return\n", "pass\n"),
+        ("if lease.epoch != self.epoch:\n                    return\n", "pass\n"),
         seen_in="FastDeploy PR 6615",
     ),
     bug(

@@ -7,6 +7,7 @@ from typing import Final
 
 from .input_bugs import SCHEDULER_INPUT_BUGS
 from .plant import Bug
+from .sample_bugs import SAMPLE_BUGS
 from .scheduler_ahead_bugs import AHEAD_BUGS
 from .scheduler_end_bugs import COUNT_BUGS, END_BUGS, PREEMPTION_BUGS, RESERVATION_BUGS
 from .scheduler_step_bugs import ADMISSION_BUGS, STEP_BUGS
@@ -22,5 +23,6 @@ SCHEDULER_BUGS: Final[tuple[Bug, ...]] = tuple(
         *RESERVATION_BUGS,
         *COUNT_BUGS,
         *SCHEDULER_INPUT_BUGS,
+        *SAMPLE_BUGS,
     )
 )

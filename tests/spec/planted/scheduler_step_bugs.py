@@ -92,8 +92,8 @@ STEP_BUGS = (
         "a whole hit leaves nothing to compute",
         BATCH,
         (
-            "hit_tokens = min(lease.num_ready_tokens, request.num_tokens - 1)",
-            "hit_tokens = lease.num_ready_tokens",
+            "hit_tokens = min(lease.num_ready_tokens + num_copied, request.num_tokens - 1)",
+            "hit_tokens = lease.num_ready_tokens + num_copied",
         ),
         seen_in="vLLM test_full_cache_hit, FastDeploy PR 3292",
     ),
@@ -153,8 +153,8 @@ STEP_BUGS = (
         "a request is matched in no namespace",
         BATCH,
         (
-            "self.manager.match(request.tokens, request.namespace)",
-            "self.manager.match(request.tokens)",
+            "request.tokens, request.namespace, max_hit_tokens",
+            "request.tokens, max_hit_tokens",
         ),
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .cost_bugs import TIER_COST_BUGS
+from .event_bugs import TIER_EVENT_BUGS
 from .host_bugs import HOST_BUGS
 from .input_bugs import TIER_INPUT_BUGS
 from .memory_bugs import TIER_MEMORY_BUGS
@@ -23,5 +24,6 @@ TIER_BUGS = (
     *RECENCY_BUGS,
     *TIER_INPUT_BUGS,
     *TIER_MEMORY_BUGS,
+    *TIER_EVENT_BUGS,
     *TIER_COST_BUGS,
 )

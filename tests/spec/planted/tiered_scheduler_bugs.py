@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from .plant import Bug, bug
+from .sample_bugs import TIERED_SAMPLE_BUGS
 
 BATCH, LEASES = "batching/batch.py", "batching/leases.py"
 PREEMPTION, TRANSFERS = "batching/preemption.py", "batching/transfers.py"
@@ -80,7 +81,7 @@ _BUGS = (
         "what was loaded from the host is computed again",
         BATCH,
         (
-            "hit_tokens = min(lease.num_ready_tokens, request.num_tokens - 1)",
+            "hit_tokens = min(lease.num_ready_tokens + num_copied, request.num_tokens - 1)",
             "on_device = lease.num_hit_blocks * self.manager.block_size\n"
             "        hit_tokens = min(on_device, request.num_tokens - 1)",
         ),
@@ -151,7 +152,7 @@ _DECODE_BUGS = (
         "the parked tail of a request counts as loaded though its copy has failed",
         BATCH,
         (
-            "hit_tokens = min(lease.num_ready_tokens, request.num_tokens - 1)",
+            "hit_tokens = min(lease.num_ready_tokens + num_copied, request.num_tokens - 1)",
             "ready = lease.num_ready_tokens if not lease.num_promoted_blocks else max(\n"
             "            lease.num_ready_tokens, request.num_lost_tokens)\n"
             "        hit_tokens = min(ready, request.num_tokens - 1)",
@@ -174,5 +175,5 @@ _DECODE_BUGS = (
 """Bugs of a decode node over tiers; its prompts arrive from prefill nodes."""
 
 TIERED_SCHEDULER_BUGS: Final[tuple[Bug, ...]] = tuple(
-    replace(bug, world="tiered_scheduler") for bug in (*_BUGS, *_DECODE_BUGS)
+    replace(bug, world="tiered_scheduler") for bug in (*_BUGS, *_DECODE_BUGS, *TIERED_SAMPLE_BUGS)
 )

@@ -22,6 +22,11 @@ SPECIAL = {  # what their classes allow of their fields
         top_k=st.integers(0, 1000),
         top_p=st.floats(0, 1, exclude_min=True),
         seed=st.integers(0, 2**32 - 1),
+        min_p=st.floats(0, 1),
+        repetition_penalty=st.floats(0, 10, exclude_min=True),
+        presence_penalty=st.floats(-2, 2),
+        frequency_penalty=st.floats(-2, 2),
+        min_tokens=st.integers(0, 2**31 - 1),
     ),
     "ArraySpec": st.builds(
         ArraySpec,
@@ -47,7 +52,7 @@ def values(kind: types.Type, name: str = "") -> st.SearchStrategy[Any]:
         case types.StrType(max_length=int(most)):
             return st.text(max_size=min(most, 20))
         case types.BytesType(min_length=int(low), max_length=int(most)):
-            step = 4 if name == "prompt" else 1
+            step = 4 if name == "prompt" else 8 if name.endswith(("_stored", "_removed")) else 1
             lengths = st.integers(-(-low // step), max(low, min(most, 40)) // step)
             return lengths.flatmap(lambda n: st.binary(min_size=n * step, max_size=n * step))
         case types.NoneType():

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.scheduler.handoff import Ack, AttemptKey, Header
-from radixkv.scheduler.nodes.channel import Secret, SecretError, load_secret
+from radixkv.scheduler.nodes.channel import Secret, SecretError, codec, load_secret
 from radixkv.scheduler.nodes.channel.codec import (
+    FORGET_S,
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     DroppedFrame,
@@ -52,6 +53,38 @@ def test_frames_of_an_earlier_epoch_are_dropped() -> None:
     assert reader.read(encode_frame(other)) == other
 
 
+@given(
+    st.lists(st.floats(0.0, FORGET_S / 8), max_size=8),
+    st.integers(-(4 * 3600 * 10**9), -1),
+)
+def test_a_node_whose_clock_went_back_is_heard_when_its_earlier_process_is_forgotten(
+    quiet_s: list[float], jump_ns: int
+) -> None:
+    now = 0.0
+    reader = FrameReader("d", lambda: now)
+    old = replace(ACK, epoch=10**18)
+    for sequence, seconds in enumerate(quiet_s, 6):
+        reader.read(encode_frame(replace(old, sequence=sequence)))
+        now += seconds
+    reader.read(encode_frame(replace(old, sequence=99)))
+    new = replace(ACK, epoch=10**18 + jump_ns, sequence=0)
+    now += FORGET_S * 0.999
+    assert dropped(reader, encode_frame(new)) is DroppedFrame.OLD
+    now += FORGET_S * 0.002  # what was dropped has prolonged nothing
+    assert reader.read(encode_frame(new)) == new
+    assert reader.read(encode_frame(replace(new, sequence=1))).sequence == 1
+    assert dropped(reader, encode_frame(new)) is DroppedFrame.OLD
+
+
+def test_senders_of_all_times_take_no_room() -> None:
+    now = 0.0
+    reader = FrameReader("d", lambda: now)
+    for number in range(3000):
+        now += FORGET_S / 500
+        reader.read(encode_frame(replace(ACK, sender=str(number))))
+    assert len(reader._last) == 500
+
+
 def test_a_frame_for_another_node_is_dropped() -> None:
     assert dropped(FrameReader("p"), encode_frame(ACK)) is DroppedFrame.OTHER_RECEIVER
 
@@ -68,12 +101,22 @@ def test_a_frame_that_is_too_long_is_dropped() -> None:
     assert dropped(FrameReader("d"), frame) is DroppedFrame.NOT_A_FRAME
 
 
-def test_the_number_of_senders_is_limited() -> None:
-    reader = FrameReader("d")
-    for number in range(1000):
-        reader.read(encode_frame(replace(ACK, sender=str(number))))
-    assert dropped(reader, encode_frame(ACK)) is DroppedFrame.TOO_MANY_SENDERS
-    assert reader.read(encode_frame(replace(ACK, sender="0", sequence=7))).sender == "0"
+def test_the_senders_heard_last_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_SENDERS", 3)
+    reader, old = FrameReader("d"), dropped_as_old
+    frames = {name: encode_frame(replace(ACK, sender=name)) for name in "abcde"}
+    for name in "abc":
+        reader.read(frames[name])
+    assert all(old(reader, frames[name]) for name in "abc")  # being late is not being heard
+    reader.read(encode_frame(replace(ACK, sender="a", sequence=7)))
+    for name in "de":
+        reader.read(frames[name])
+    assert all(old(reader, frames[name]) for name in "ade")
+    assert reader.read(frames["b"]).sender == "b"  # not known any more
+
+
+def dropped_as_old(reader: FrameReader, frame: bytes) -> bool:
+    return dropped(reader, frame) is DroppedFrame.OLD
 
 
 def test_a_secret_is_neither_printed_nor_copied() -> None:

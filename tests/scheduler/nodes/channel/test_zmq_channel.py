@@ -17,6 +17,7 @@ from radixkv.scheduler.nodes.channel import (
     DroppedFrame,
     Packet,
     Secret,
+    TooManyPeersError,
     UnknownPeerError,
     ZmqChannel,
 )
@@ -157,6 +158,50 @@ def test_a_frame_that_is_too_long_ends_only_its_connection(
     p.send("d", ack())
     assert next_packets(d)[0].message == ack()
     assert d.stats().dropped == {DroppedFrame.NOT_A_FRAME: 1}
+
+
+def test_the_number_of_peers_is_limited(opened: Open) -> None:
+    """A message of one peer more is dropped, as nothing could be answered."""
+    d = opened("d", max_peers=2)
+    p, q, r = (opened(name) for name in "pqr")
+    for peer in (p, q, r):
+        peer.connect("d", d.address)
+        peer.send("d", ack())
+        if peer is not r:
+            assert next_packets(d)[0].sender == peer.name
+            assert d.has_room
+            d.connect(peer.name, peer.address)
+    assert not d.has_room
+    assert d.wait(LATE_S)
+    assert d.receive() == []
+    assert d.stats().dropped == {DroppedFrame.TOO_MANY_SENDERS: 1}
+    text = (
+        "'r' is one peer more than the 2 that this process has file descriptors for (`ulimit -Hn`)"
+    )
+    with pytest.raises(TooManyPeersError, match=f"^{re.escape(text)}$"):
+        d.connect("r", r.address)
+    for address in (p.address, d.address) * 8:  # ZeroMQ may have closed none of them yet
+        d.connect("q", address)
+    d.disconnect("q")
+    d.connect("r", r.address)
+    r.send("d", ack())
+    assert next_packets(d)[0].sender == "r"
+
+
+def test_newcomers_of_one_call_do_not_exceed_the_limit(opened: Open) -> None:
+    d = opened("d", max_peers=2)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
+        raw.connect(f"tcp://{d.address}")
+        for name in "pqqrpr":
+            number = d._sequence = d._sequence + 1
+            raw.send(encode_frame(Packet(name, "d", 1, number, ack())))
+        heard: list[str] = []
+        while len(heard) + d.stats().dropped.total() < 6:
+            assert d.wait(LATE_S)
+            heard += [packet.sender for packet in d.receive()]
+            for name in heard:
+                d.connect(name, d.address)
+    assert heard == ["p", "q", "q", "p"]
 
 
 @pytest.mark.parametrize("bind", ["0.0.0.0:0", "192.0.2.1:0", "[::]:0"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -181,12 +182,29 @@ class TransportConformance:
         pair.prefill.withdraw(KEY)
         wait(pair.prefill, Withdrawn)
         assert pair.prefill.stats().offers == 0
+        self._is_not_received(pair, info)
+
+    withdrawn_fault = Fault.EXPIRED
+
+    def _is_not_received(self, pair: Pair, info: PullInfo) -> None:
         timeout_s = SOON_S if self.withdrawn_fault is Fault.TIMED_OUT else LATE_S
         pair.decode.pull(part_id(), info, info.descriptor, timeout_s=timeout_s)
         assert wait(pair.decode, PullFailed).fault is self.withdrawn_fault
         assert pair.decode.stats().pulls == 0
 
-    withdrawn_fault = Fault.EXPIRED
+    def test_wall_clocks_may_differ_and_jump(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        true_time, jumps = time.time, cycle([0.0, 7e2, -7e2, 4e4, -4e4, 1e9, -1e9])
+        monkeypatch.setattr(time, "time", lambda: true_time() + next(jumps))
+        for part in range(4):
+            info = offer(pair.prefill, part)
+            pair.decode.pull(part_id(part), info, info.descriptor, timeout_s=LATE_S)
+            assert equal(wait(pair.decode, Received).arrays, arrays())
+            pair.decode.release(part_id(part))
+        assert pair.prefill.stats().offers_expired == 0
+        pair.prefill.withdraw(KEY, was_read=True)
+        wait(pair.prefill, Withdrawn)
 
     def test_withdrawing_nothing_is_reported(self, pair: Pair) -> None:
         pair.prefill.withdraw(AttemptKey("r2", 5))
@@ -199,10 +217,7 @@ class TransportConformance:
             events += pair.prefill.poll()
         assert events == []
         assert pair.prefill.stats().offers_expired == 1
-        assert info.expires_at <= time.time()
-        pair.decode.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
-        failed = wait(pair.decode, PullFailed)
-        assert (failed.fault, failed.reason) == (Fault.EXPIRED, "the offer has expired")
+        self._is_not_received(pair, info)
         pair.prefill.withdraw(KEY)
         wait(pair.prefill, Withdrawn)
 
@@ -261,6 +276,21 @@ class TransportConformance:
 
 class EngineConformance(TransportConformance):
     """Tests of transports between processes, which use digests."""
+
+    @pytest.mark.parametrize("seed", [0, 1], ids=["equal", "other"])
+    @pytest.mark.parametrize("what", ["digests", "digest_key", "route"])
+    def test_what_belongs_to_another_part_is_refused(
+        self, pair: Pair, what: str, seed: int
+    ) -> None:
+        """Unless it is the route of equal bytes, which are as good."""
+        info, other = offer(pair.prefill), offer(pair.prefill, part=1, seed=seed)
+        forged = replace(info, **{what: getattr(other, what)})
+        pair.decode.pull(part_id(), forged, info.descriptor, timeout_s=LATE_S)
+        if what == "route" and seed == 0:
+            assert equal(wait(pair.decode, Received).arrays, arrays())
+            return
+        failed = wait(pair.decode, PullFailed)
+        assert (failed.fault, failed.reason) == (Fault.CORRUPT, "not the bytes that were offered")
 
     @pytest.mark.parametrize("change", ["first", "last", "one less", "one more"])
     def test_each_array_must_have_its_digest(self, pair: Pair, change: str) -> None:

@@ -5,6 +5,7 @@ Segment by path. It does what the lines of its input say, and answers each with 
     offer PART ARRAYS BYTES   the packet with the pull info, in hexadecimal
     pull PACKET               "begun", and when it has ended, how
     withdraw                  "withdrawn"
+    reopen BYTES              "open"; another transport with this much staging memory
 """
 
 from __future__ import annotations
@@ -132,6 +133,10 @@ def main() -> None:
                 _say("begun")
                 event = _next(transport)
                 _say(event.fault.name if isinstance(event, PullFailed) else type(event).__name__)
+            case "reopen":
+                transport.close()
+                transport = open_transport(sys.argv[1], staging_bytes=int(words[1]))
+                _say("open")
             case "withdraw":
                 transport.withdraw(KEY)
                 _say(type(_next(transport)).__name__)

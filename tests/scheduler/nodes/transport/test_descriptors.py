@@ -5,9 +5,23 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from radixkv.scheduler.nodes.transport import Descriptor, TransportArgumentError, describe
-from radixkv.scheduler.nodes.transport.descriptors import _ITEM_BYTES, ArraySpec, digest_arrays
+from radixkv.scheduler.nodes.transport import (
+    Descriptor,
+    PullInfo,
+    TransportArgumentError,
+    describe,
+)
+from radixkv.scheduler.nodes.transport.descriptors import (
+    _ITEM_BYTES,
+    ArraySpec,
+    digest_arrays,
+    make_digest_key,
+)
+
+from .conformance import part_id
 
 
 def test_a_descriptor_describes_the_arrays() -> None:
@@ -60,6 +74,36 @@ def test_digests_are_of_the_bytes_and_of_each_array() -> None:
     one = np.arange(6, dtype=np.int32).reshape(2, 3)
     same = jnp.asarray(one)
     turned = np.ascontiguousarray(one.T)
-    assert digest_arrays([one]) == digest_arrays([same])
-    assert digest_arrays([one.T]) == digest_arrays([turned]) != digest_arrays([one])
-    assert digest_arrays([one, turned]) == digest_arrays([one]) + digest_arrays([turned])
+    key = make_digest_key()
+    assert digest_arrays([one], key) == digest_arrays([same], key)
+    assert digest_arrays([one.T], key) == digest_arrays([turned], key) != digest_arrays([one], key)
+    both = digest_arrays([one, turned], key)
+    assert both == digest_arrays([one], key) + digest_arrays([turned], key, 1)
+
+
+@given(
+    st.binary(min_size=1, max_size=64),
+    st.binary(min_size=16, max_size=16),
+    st.binary(min_size=16, max_size=16),
+    st.integers(0, 4096),
+    st.data(),
+)
+def test_digests_are_of_the_key_and_the_index_too(
+    content: bytes, key: bytes, other_key: bytes, index: int, data: st.DataObject
+) -> None:
+    """Nobody without the key can tell, change or move a digest."""
+    array = np.frombuffer(content, np.uint8)
+    [digest] = digest_arrays([array], key, index)
+    assert len(digest) == 16
+    assert digest != digest_arrays([array], key, index + 1)[0]
+    assert (digest == digest_arrays([array], other_key, index)[0]) == (key == other_key)
+    changed = array.copy()
+    changed[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    assert digest != digest_arrays([changed], key, index)[0]
+
+
+def test_each_part_has_a_key_that_nothing_prints() -> None:
+    assert len({make_digest_key() for _ in range(100)}) == 100
+    descriptor = describe([np.zeros(1, np.int8)], num_blocks=1)
+    info = PullInfo(part_id(), descriptor, (), "jax", b"", b"a key that nobody")
+    assert "a key" not in repr(info)

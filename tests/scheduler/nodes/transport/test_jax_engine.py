@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import secrets
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from radixkv.scheduler.nodes.transport import (
     ArraySpec,
     Fault,
+    PullFailed,
+    PullInfo,
     TransportUnavailableError,
+    describe,
     jax_engine,
 )
+from radixkv.scheduler.nodes.transport.descriptors import make_digest_key
 from radixkv.scheduler.nodes.transport.jax_engine import JaxEngine, JaxPull
 from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
+from radixkv.scheduler.nodes.transport.transfer_engine import seal
 
-from .conformance import EngineConformance, Pair
+from .conformance import LATE_S, EngineConformance, Pair, part_id, wait
 
 
 @pytest.fixture
@@ -126,7 +134,7 @@ def test_a_server_that_fails_its_self_test_is_refused(
 
 def test_a_server_that_gives_other_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter(range(10))
-    monkeypatch.setattr(jax_engine, "digest_arrays", lambda arrays: next(numbers))
+    monkeypatch.setattr(jax_engine, "digest_arrays", lambda *_: next(numbers))
     with pytest.raises(
         TransportUnavailableError, match=r"^a pull from this node itself gave other bytes$"
     ):
@@ -138,3 +146,120 @@ def test_a_host_is_a_number() -> None:
         TransportUnavailableError, match=r"^host must be an IP address, got 'here'$"
     ):
         JaxEngine("here")
+
+
+def route_of(engine: JaxEngine) -> bytes:
+    """The route of an array that is not offered, so that its pull never ends."""
+    return seal(secrets.token_bytes(8) + engine.address.encode())
+
+
+def test_a_peer_has_a_few_connections() -> None:
+    engine, reader = JaxEngine(), JaxEngine()
+    described, key = describe([np.zeros(1, np.int8)], num_blocks=1), make_digest_key()
+    pulls = [reader.pull(route_of(engine), described, key) for _ in range(16)]
+    assert all(pulls)
+    assert reader.pull(route_of(engine), described, key) is None
+    other = JaxEngine()
+    assert reader.pull(route_of(other), described, key) is not None
+    assert pulls[0] is not None
+    pulls[0].abandon()
+    assert reader.pull(route_of(engine), described, key) is not None
+    for each in (engine, reader, other):
+        each.close()
+
+
+@pytest.mark.parametrize(("free", "begins"), [(73, False), (74, True)])
+def test_a_pull_waits_for_descriptors(
+    monkeypatch: pytest.MonkeyPatch, free: int, begins: bool
+) -> None:
+    """A server, a connection, and those that are spared."""
+    engine, reader = JaxEngine(), ThreadedTransport(JaxEngine())
+    offer = engine.offer([jnp.ones(4)])
+    described = describe([jnp.ones(4)], num_blocks=1)
+    monkeypatch.setattr(jax_engine, "num_free_descriptors", lambda: free)
+    info = PullInfo(part_id(), described, (), "jax", offer.route, make_digest_key())
+    reader.pull(part_id(), info, described, timeout_s=LATE_S if begins else 0.0)
+    failed = wait(reader, PullFailed)
+    reason = "there was no free connection or file descriptor until the deadline"
+    expected = (Fault.CORRUPT, "not the bytes that were offered")  # the offer has digests
+    assert (failed.fault, failed.reason) == (expected if begins else (Fault.TIMED_OUT, reason))
+    engine.close()
+    reader.close()
+
+
+def test_connections_to_all_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, reader = JaxEngine(), JaxEngine()
+    described, key = describe([np.zeros(1, np.int8)], num_blocks=1), make_digest_key()
+    # Its server and that of the reader, and 3 connections; the self-test's reader is closed.
+    monkeypatch.setattr(jax_engine, "MAX_FILES", 5 * 5)
+    begun = [reader.pull(route_of(engine), described, key) for _ in range(4)]
+    assert [each is not None for each in begun] == [True] * 3 + [False]
+    for each in (engine, reader):
+        each.close()
+
+
+def test_servers_that_read_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_engine, "_MAX_READERS", 2)
+    reader, engines = JaxEngine(), [JaxEngine() for _ in range(3)]
+    own, offer = reader.address, engines[0].offer([jnp.ones(4)])
+    assert reader.has_room(offer.address, 1)
+    pull = reader.begin(offer.address, offer.number, offer.specs)
+    assert set(reader._readers) == {own, offer.address}
+    for engine in engines[1:]:  # the server of this node's own self-test is not used
+        assert reader.has_room(engine.address, 1)
+        reader.begin(engine.address, 0, offer.specs).abandon()
+        assert own not in reader._readers
+    while pull.advance() < 1:
+        time.sleep(1e-3)
+    pull.free()
+    monkeypatch.setattr(jax_engine, "num_free_descriptors", lambda: 0)
+    assert not reader.has_room(engines[1].address, 1)
+    assert reader._readers == {}
+    for each in (reader, *engines):
+        each.close()
+
+
+def test_a_withdrawal_waits_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = JaxEngine()
+    offer = engine.offer([jnp.zeros(4)])
+    with monkeypatch.context() as patch:
+        patch.setattr(JaxEngine, "has_room", lambda *_: False)
+        offer.withdraw(was_read=False)
+        assert not offer.is_withdrawn()
+    while not offer.is_withdrawn():
+        time.sleep(1e-3)
+    (reader,) = engine._readers.values()
+    assert (reader.num_running, reader.num_idle > 1) == (0, True)  # they are used again
+    engine.close()
+
+
+MANY = """
+import os, resource, time
+import numpy as np
+from radixkv.scheduler.handoff import AttemptKey, PartId
+from radixkv.scheduler.nodes.transport import describe, open_transport
+
+ends = [open_transport("jax"), open_transport("jax")]
+used = len(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + 250, used + 250))  # both ends are here
+arrays = [np.ones(1000, np.float32)]
+described = describe(arrays, num_blocks=1)
+for part in range(100):
+    part_id = PartId(AttemptKey("r", 1), 1, 1, 1, part)
+    ends[0].offer(part_id, arrays, described, ttl_s=600)
+names = []
+while len(names) < 100:
+    for event in ends[0].poll():
+        ends[1].pull(event.part_id, event.info, described, timeout_s=60)
+    names += [type(event).__name__ for event in ends[1].poll()]
+    time.sleep(1e-3)
+print({*names})
+"""
+
+
+def test_many_pulls_need_few_descriptors() -> None:
+    """One hundred at a time took a thousand, and the process aborted."""
+    done = subprocess.run(
+        [sys.executable, "-c", MANY], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "{'Received'}\n"), done.stderr

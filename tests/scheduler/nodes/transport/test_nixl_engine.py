@@ -17,6 +17,7 @@ from radixkv.scheduler.nodes.transport import (
     Withdrawn,
     describe,
     nixl_engine,
+    transfer_table,
 )
 from radixkv.scheduler.nodes.transport.nixl_agent import NixlAgent
 from radixkv.scheduler.nodes.transport.nixl_engine import NixlEngine
@@ -69,6 +70,26 @@ def test_a_part_that_is_larger_than_staging_memory_is_refused(pair: Pair) -> Non
     failed = wait(pair.prefill, OfferFailed)
     reason = "it has 1048577 bytes, and staging memory has 1048576 (staging_bytes)"
     assert (failed.part_id, failed.reason) == (part_id(), reason)
+
+
+def test_a_part_that_cannot_be_digested_gives_its_staging_memory_back(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    offered = [np.zeros(STAGING_BYTES, np.uint8)]
+    described = describe(offered, num_blocks=1)
+    with monkeypatch.context() as context:
+        context.setattr(transfer_table, "digest_arrays", fail)
+        pair.prefill.offer(part_id(), offered, described, ttl_s=LATE_S)
+        failed = wait(pair.prefill, OfferFailed)
+    assert (failed.part_id, failed.reason) == (part_id(), "MemoryError: no room")
+    pair.prefill.offer(part_id(1), offered, described, ttl_s=LATE_S)
+    assert wait(pair.prefill, Offered).part_id == part_id(1)
+    pair.prefill.withdraw(KEY)
+    assert wait(pair.prefill, Withdrawn).key == KEY
+    assert pair.prefill.stats().offers == 0
 
 
 def test_a_part_that_is_larger_than_d_s_staging_memory_is_not_pulled(pair: Pair) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from radixkv.scheduler.nodes.transport import (
@@ -9,12 +11,15 @@ from radixkv.scheduler.nodes.transport import (
     TransportArgumentError,
     TransportUnavailableError,
     describe,
+    jax_engine,
     nixl_agent,
     open_transport,
+    registry,
 )
+from radixkv.scheduler.nodes.transport.descriptors import make_digest_key
 from radixkv.scheduler.nodes.transport.jax_engine import JaxEngine
-from radixkv.scheduler.nodes.transport.nixl_engine import NixlEngine
-from radixkv.scheduler.nodes.transport.transfer_engine import PullError
+from radixkv.scheduler.nodes.transport.nixl_engine import _LOCATION, NixlEngine
+from radixkv.scheduler.nodes.transport.transfer_engine import PullError, seal
 
 from .conformance import arrays
 
@@ -38,11 +43,20 @@ def test_jax_listens_at_one_address() -> None:
         open_transport("jax", host="192.0.2.77")
 
 
+def test_missing_cryptography_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
+    with pytest.raises(
+        TransportUnavailableError,
+        match=r"^cryptography is not installed: pip install 'radixkv\[nodes\]'$",
+    ):
+        open_transport("jax")
+
+
 def test_missing_nixl_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "_PACKAGES", ("radixkv_no_such_package",))
     with pytest.raises(
         TransportUnavailableError,
-        match=r"^NIXL is not installed: pip install --no-deps nixl-cu12$",
+        match=r"^NIXL is not installed: pip install --no-deps nixl-cu13, or nixl-cu12$",
     ):
         open_transport("nixl")
 
@@ -50,17 +64,66 @@ def test_missing_nixl_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("route", [b"", b"12345678", b"12345678nowhere", b"12345678host:1"])
 def test_jax_refuses_an_invalid_address(route: bytes) -> None:
     with pytest.raises(PullError, match=r"^no address of a transfer server$") as caught:
-        JaxEngine().pull(route, describe(arrays(), num_blocks=3))
+        JaxEngine().pull(seal(route), describe(arrays(), num_blocks=3), make_digest_key())
     assert caught.value.fault is Fault.MISMATCH
 
 
-@pytest.mark.parametrize("route", [b"", bytes(16), bytes(100_000)])
-def test_nixl_refuses_invalid_metadata(route: bytes) -> None:
+@pytest.fixture
+def nixl() -> Iterator[NixlEngine]:
     engine = NixlEngine(1 << 20)
-    with pytest.raises(PullError, match=r"^no metadata of a NIXL agent$"):
-        engine.pull(route, describe(arrays(), num_blocks=3))
-    with pytest.raises(PullError) as caught:
-        engine.pull(b"12345678 12345678 not metadata", describe(arrays(), num_blocks=3))
-    assert caught.value.fault is Fault.FAILED
+    yield engine
     assert engine._pool.num_free_bytes == 1 << 20
     engine.close()
+
+
+@pytest.mark.parametrize("route", [b"", bytes(32), bytes(100_000)])
+def test_nixl_refuses_invalid_metadata(nixl: NixlEngine, route: bytes) -> None:
+    with pytest.raises(PullError, match=r"^no metadata of a NIXL agent$"):
+        nixl.pull(seal(route), describe(arrays(), num_blocks=3), make_digest_key())
+
+
+def test_nixl_refuses_metadata_of_another_version(nixl: NixlEngine) -> None:
+    version = nixl._agent.version
+    route = _LOCATION.pack(0, bytes(8), b"0.9.1") + nixl._agent.metadata
+    with pytest.raises(PullError) as caught:
+        nixl.pull(seal(route), describe(arrays(), num_blocks=3), make_digest_key())
+    reason = f"of NIXL 0.9.1, not {version.decode().rstrip(chr(0))}"
+    assert (caught.value.fault, caught.value.reason) == (Fault.MISMATCH, reason)
+
+
+@pytest.mark.parametrize("engine", ["jax", "nixl"])
+@pytest.mark.parametrize("route", [b"", b"1234567", b"12345678 no digest of this"])
+def test_a_damaged_route_is_refused(nixl: NixlEngine, engine: str, route: bytes) -> None:
+    with pytest.raises(PullError, match=r"^the route is damaged$") as caught:
+        (nixl if engine == "nixl" else JaxEngine()).pull(
+            route, describe(arrays(), num_blocks=3), make_digest_key()
+        )
+    assert caught.value.fault is Fault.MISMATCH
+
+
+def test_why_ucx_fails_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """UCX says it on stdout, where commands print results."""
+    monkeypatch.setenv("UCX_TLS", "pigeon")
+    with pytest.raises(TransportUnavailableError) as caught:
+        NixlEngine(1 << 20)
+    assert str(caught.value).startswith(
+        "NIXL does not work here: nixlBackendError: NIXL_ERR_BACKEND; no usable transports/devices "
+        "(asked pigeon on "
+    )
+    printed = capfd.readouterr()
+    assert (printed.out, "transport 'pigeon' is not available" in printed.err) == ("", True)
+
+
+def test_jax_needs_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free in (95, 96):
+        monkeypatch.setattr(jax_engine, "num_free_descriptors", lambda free=free: free)
+        if free == 96:
+            JaxEngine().close()
+            continue
+        with pytest.raises(TransportUnavailableError) as caught:
+            JaxEngine()
+        assert str(caught.value) == (
+            "jax transfers need 96 file descriptors, and 95 are free (`ulimit -n`)"
+        )

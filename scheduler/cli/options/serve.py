@@ -1,0 +1,181 @@
+"""Options of `radixkv serve`."""
+
+from __future__ import annotations
+
+import argparse
+from urllib.parse import urlsplit
+
+from ..errors import BadInputError
+from .common import (
+    Commands,
+    add_compilation_cache,
+    add_count,
+    add_depth,
+    add_dtype,
+    add_host_tier,
+    add_kv_events,
+    add_preempt,
+    add_reserve_tokens,
+    add_storage,
+    check_excludes,
+    check_tiers,
+    integer,
+    seconds,
+)
+from .generate import add_nodes, check_nodes
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, with the interface of OpenAI's",
+        description="Serve a model over HTTP with the interface of OpenAI's, until stopped "
+        "(SIGTERM or ctrl-C): /v1/completions, /v1/chat/completions, /v1/models, /tokenize, "
+        "/detokenize, /health and /metrics. Clients must send the API key that is in the "
+        "environment variable RADIXKV_API_KEY, if it is set.",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="directory of a checkpoint, or name on the Hugging Face Hub"
+    )
+    parser.add_argument(
+        "--revision", metavar="NAME", help="branch, tag or commit on the hub (default: main)"
+    )
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help="name for clients (default: MODEL)"
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on; others than 127.0.0.1 and ::1 are reached from the network "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--port",
+        type=integer(0, 65535),
+        default=8000,
+        metavar="N",
+        help="port to listen on; 0 takes a free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--otlp-traces-endpoint",
+        type=_http_url,
+        metavar="URL",
+        help="send spans of requests to an OpenTelemetry collector, such as "
+        "http://127.0.0.1:4318/v1/traces (default: no spans)",
+    )
+    add_dtype(parser)
+    add_compilation_cache(parser)
+    add_kv_events(parser)
+    _add_sizes(parser.add_argument_group("sizes of the engine"))
+    tiers = parser.add_argument_group("tiers and preemption")
+    add_host_tier(tiers, "blocks of --block-size tokens")
+    add_storage(tiers)
+    add_preempt(tiers)
+    add_reserve_tokens(tiers)
+    _add_limits(parser.add_argument_group("limits of clients"))
+    add_nodes(parser.add_argument_group("prefill and decode nodes"), in_process=False)
+    parser.set_defaults(module="serve")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Reject options that exclude or need each other.
+
+    Raises:
+        BadInputError: With both names.
+    """
+    check_tiers(arguments)
+    check_nodes(arguments)
+    for option in ("--memory-fraction", "--otlp-traces-endpoint", "--kv-events"):
+        check_excludes(arguments, "--disaggregate", option)
+    check_excludes(
+        arguments, "--gateway", "--token-budget", "--max-running", hint=": give it to the nodes"
+    )
+    if arguments.disaggregate and arguments.gateway is None and arguments.device_blocks is None:
+        raise BadInputError("--disaggregate needs --device-blocks, or --gateway")
+
+
+def _add_sizes(group: argparse._ArgumentGroup) -> None:
+    add_count(group, "--block-size", "tokens per block (default: %(default)s)", default=16)
+    add_count(
+        group,
+        "--device-blocks",
+        "size of the KV cache in blocks (default: as many as --memory-fraction allows)",
+        required=False,
+    )
+    group.add_argument(
+        "--memory-fraction",
+        type=_fraction,
+        metavar="F",
+        help="part of the device's memory that weights and blocks may take together (default: 0.9, "
+        "or 0.3 on a CPU)",
+    )
+    add_count(
+        group,
+        "--max-model-len",
+        "limit of prompt and output together, in tokens (default: that of the model, or what fits "
+        "into all blocks)",
+        required=False,
+    )
+    add_count(
+        group,
+        "--max-running",
+        "most requests in a step (default: 128, or 16 on a CPU)",
+        required=False,
+    )
+    add_count(
+        group,
+        "--token-budget",
+        "maximum number of tokens per step (default: 1,024, or 256 on a CPU)",
+        required=False,
+    )
+    add_depth(group, None, "default: 2; prefill nodes have 1")
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    add_count(
+        group,
+        "--max-requests",
+        "most prompts that are served or wait at a time; more get status 429 (default: "
+        "%(default)s)",
+        default=256,
+    )
+    add_count(
+        group,
+        "--max-connections",
+        "most connections at a time; a new one takes the place of the one that waits longest for a "
+        "request (default: 1,024, or fewer if the limit of file descriptors is lower)",
+        required=False,
+    )
+    add_count(
+        group,
+        "--max-body-bytes",
+        "size limit of the body of a request; larger ones get status 413 (default: %(default)s)",
+        default=4 * 2**20,
+    )
+    group.add_argument(
+        "--drain-timeout-s",
+        type=seconds,
+        default=30.0,
+        metavar="S",
+        help="how long requests may run on after SIGTERM or ctrl-C; a second ctrl-C ends them "
+        "(default: %(default)s)",
+    )
+
+
+def _http_url(text: str) -> str:
+    url = urlsplit(text)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise argparse.ArgumentTypeError(f"expected an address with http or https, got {text!r}")
+    return text
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, at most 1, got {text!r}")
+    return value

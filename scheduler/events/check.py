@@ -1,0 +1,153 @@
+"""Check of a stream of KV events of any engine, by the rules of the specification."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+from ...spec.model.events import Batch, Consumer, Event, Receiver
+from ...spec.model.events import Cleared as SpecCleared
+from ...spec.model.events import Removed as SpecRemoved
+from ...spec.model.events import Stored as SpecStored
+from ...spec.rules.events import K7
+from ...spec.rules.rule import Rule
+from .errors import EventFormatError
+from .subscriber import Message
+from .wire import Cleared, Removed, Stored, WireEvent, decode_batch
+
+MOST_REMOVED: Final = 1_000_000
+"""Removed blocks whose names are remembered, because a later block may name them as its parent."""
+NUM_EXAMPLES: Final = 3
+"""Examples of each finding that are kept."""
+MALFORMED: Final = "malformed message"
+
+
+class StreamChecker:
+    """Applies the messages of one publisher, and collects what breaks a rule.
+
+    Attributes:
+        findings: number of findings, by the name of the rule, or `MALFORMED`.
+        examples: the first of each.
+        num_events: number of events, by kind and tier.
+        num_restarts: number of times that the publisher began anew.
+        num_replayed: number of batches that came by a replay.
+    """
+
+    def __init__(self, replay: Callable[[int], Iterable[Message]]) -> None:
+        """Make a checker of a stream that has not begun.
+
+        Args:
+            replay: asks for the batches from a number on again.
+        """
+        self.findings: Counter[str] = Counter()
+        self.examples: dict[str, list[str]] = {}
+        self.num_events: Counter[str] = Counter()
+        self.num_restarts = self.num_replayed = 0
+        self._replay = replay
+        self._receiver = self._new_receiver()
+        self._last_ts = 0.0
+
+    def _new_receiver(self) -> Receiver:
+        return Receiver(Consumer(self._found, MOST_REMOVED), None)
+
+    def _found(self, rule: Rule, why: str) -> None:
+        self._add(rule.name, why)
+
+    def _add(self, name: str, why: str) -> None:
+        self.findings[name] += 1
+        examples = self.examples.setdefault(name, [])
+        if len(examples) < NUM_EXAMPLES:
+            examples.append(why)
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches since the publisher began, as far as they came."""
+        return self._receiver.num_batches
+
+    @property
+    def joined_late(self) -> bool:
+        """Whether the first batches did not come, so that not everything can be checked."""
+        return self._receiver.consumer.joined_late
+
+    def num_blocks(self) -> dict[str, int]:
+        """Return the number of blocks in each tier."""
+        return {medium: len(held) for medium, held in sorted(self._receiver.consumer.held.items())}
+
+    def begin(self) -> None:
+        """Ask for what was published before."""
+        for message in self._replay(0):
+            self.num_replayed += 1
+            self._receive(message)
+
+    def receive(self, message: Message) -> None:
+        """Apply a message that was published, after those before it that did not come."""
+        expected = self._receiver.next_seq
+        first = 0 if expected is None else expected
+        if message.seq > first:
+            for missed in self._replay(first):
+                if first <= missed.seq < message.seq:
+                    self.num_replayed += 1
+                    self._receive(missed)
+        self._receive(message)
+
+    def _receive(self, message: Message) -> None:
+        try:
+            batch = decode_batch(message.payload)
+        except EventFormatError as error:
+            self._add(MALFORMED, f"batch {message.seq}: {error}")
+            return
+        receiver = self._receiver
+        if receiver.next_seq is not None and message.seq < receiver.next_seq:
+            if batch.ts <= self._last_ts:
+                return  # it came by a replay before
+            self.num_restarts += 1
+            receiver = self._receiver = self._new_receiver()
+        consumer = receiver.consumer
+        if receiver.next_seq is None:
+            consumer.joined_late = message.seq > 0
+        elif missing := receiver.missing_before(message.seq):
+            last = f"{missing.start}" if len(missing) == 1 else f"{missing.start} to {missing[-1]}"
+            self._found(K7, f"batch {last} did not come before {message.seq}, nor by a replay")
+            consumer.clear()  # what the missed ones removed cannot be told from the rest
+            consumer.joined_late = True
+            receiver.next_seq = message.seq
+        self._last_ts = batch.ts
+        receiver.receive(Batch(message.seq, [*self._events(batch.events)]))
+
+    def _events(self, events: Iterable[WireEvent]) -> Iterator[Event]:
+        for event in events:
+            match event:
+                case Stored():
+                    medium = _medium(event)
+                    self.num_events[f"{medium} stored"] += 1
+                    yield from _stored(event, medium)
+                case Removed():
+                    medium = _medium(event)
+                    self.num_events[f"{medium} removed"] += 1
+                    yield SpecRemoved(medium, event.block_hashes)
+                case Cleared():
+                    self.num_events["cleared"] += 1
+                    yield SpecCleared()
+
+
+def _medium(event: Stored | Removed) -> str:
+    """Return the tier of an event, and its group of layers if there are several."""
+    medium = event.medium or "GPU"
+    return medium if event.group_idx is None else f"{medium} group {event.group_idx}"
+
+
+def _stored(event: Stored, medium: str) -> Iterator[SpecStored]:
+    """Yield the blocks of an event; those that depend on more than tokens one by one."""
+    hashes, tokens, size = event.block_hashes, event.token_ids, event.block_size
+    whole: Any = (event.lora_name, event.cache_salt)
+    keys = event.extra_keys
+    if keys is None or len(keys) != len(hashes) or len(tokens) != size * len(hashes):
+        namespace = b"" if whole == (None, None) else repr(whole).encode()
+        yield SpecStored(medium, hashes, event.parent_block_hash, tokens, size, namespace)
+        return
+    parent = event.parent_block_hash
+    for place, (name, extra) in enumerate(zip(hashes, keys, strict=True)):
+        block = tokens[place * size : (place + 1) * size]
+        yield SpecStored(medium, [name], parent, block, size, repr((whole, extra)).encode())
+        parent = name

@@ -1,0 +1,153 @@
+"""Guided decoding: which tokens keep an output inside a grammar, by the library llguidance."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...kvcache import Int32Array
+from ..errors import RequestError
+from ..models import MissingExtraError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from tokenizers import Tokenizer
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Guided:
+    """What the text of an output must be; give one of the fields.
+
+    Attributes:
+        json: a JSON schema, as a dictionary or text; ``{"type": "object"}`` for any object.
+        regex: a regular expression, which matches the whole text.
+        choice: texts, of which the output is one.
+        grammar: a grammar in llguidance's variant of Lark.
+
+    Raises:
+        RequestError: if not exactly one field is given, or it is of the wrong type.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice", "grammar") if self._has(name)]
+        if len(given) != 1:
+            raise RequestError(
+                "guided takes exactly one of json, regex, choice and grammar, got "
+                f"{' and '.join(given) or 'none'}"
+            )
+        value, name = getattr(self, given[0]), given[0]
+        if name == "json":
+            is_right = isinstance(value, Mapping | str)
+        elif name == "choice":
+            is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+            is_right = is_list and value and all(isinstance(each, str) for each in value)
+        else:
+            is_right = isinstance(value, str)
+        if not is_right:
+            raise RequestError(f"guided {name} is of the wrong type: got {value!r}")
+
+    def _has(self, name: str) -> bool:
+        return getattr(self, name) is not None
+
+    def compile(self) -> str:
+        """Return the grammar of llguidance.
+
+        Raises:
+            RequestError: if a schema is not JSON.
+        """
+        from llguidance import LLMatcher
+
+        if self.json is not None:
+            try:
+                schema = json.loads(self.json) if isinstance(self.json, str) else dict(self.json)
+                return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+            except (TypeError, ValueError) as error:
+                raise RequestError(f"guided json is not a JSON schema: {error}") from error
+        if self.regex is not None:
+            return LLMatcher.grammar_from_regex(self.regex)
+        if self.choice is not None:
+            texts = " | ".join(json.dumps(each, ensure_ascii=False) for each in self.choice)
+            return LLMatcher.grammar_from_lark(f"start: {texts}")
+        assert self.grammar is not None, "checked by the constructor"
+        return LLMatcher.grammar_from_lark(self.grammar)
+
+
+class TokenGuide:
+    """Which token may come next in one output; see `radixkv.scheduler.request.Guide`."""
+
+    def __init__(self, matcher: LLMatcher, end_token_ids: Collection[int]) -> None:
+        self._matcher = matcher
+        self._end_token_ids = end_token_ids
+        self._num_taken = 0
+
+    def copy(self) -> TokenGuide:
+        """Return a guide for another output of the same kind, at its beginning."""
+        assert self._num_taken == 0, "an output has begun"
+        return TokenGuide(self._matcher.deep_copy(), self._end_token_ids)
+
+    def allow(self, output_tokens: Sequence[int], words: Int32Array) -> None:
+        """Write the tokens that may follow an output; see `Guide.allow`."""
+        matcher = self._matcher
+        matcher.consume_tokens(list(output_tokens[self._num_taken :]))
+        self._num_taken = len(output_tokens)
+        words[:] = 0
+        if not matcher.is_error():
+            mask = np.frombuffer(matcher.compute_bitmask(), np.int32)[: len(words)]
+            words[: len(mask)] = mask
+        if matcher.is_error() or not words.any():
+            # Nothing can follow: end the output rather than leave the grammar.
+            _LOGGER.warning("a guided output ends early: %s", matcher.get_error().split("\n")[0])
+            for token in self._end_token_ids:
+                if token // 32 < len(words):
+                    words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+
+
+class GuideMaker:
+    """Makes the guides of one tokenizer, for the outputs that end with certain tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, end_token_ids: Collection[int]) -> None:
+        """Read the vocabulary, which takes up to a second.
+
+        Raises:
+            MissingExtraError: if the library llguidance is not installed.
+            RequestError: without tokens that end an output, as a guided one must.
+        """
+        if not end_token_ids:
+            raise RequestError("guided output needs an end token, and the model has none")
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as error:
+            raise MissingExtraError(Path("guided output"), "llguidance", "guided") from error
+        self._end_token_ids = sorted(end_token_ids)
+        self._tokenizer: LLTokenizer = LLTokenizer(
+            tokenizer.to_str(), eos_token=self._end_token_ids
+        )
+
+    def make(self, guided: Guided) -> TokenGuide:
+        """Return the guide of an output.
+
+        Raises:
+            RequestError: for a schema, expression or grammar that llguidance refuses.
+        """
+        from llguidance import LLMatcher
+
+        grammar = guided.compile()
+        if problem := LLMatcher.validate_grammar(grammar, self._tokenizer):
+            raise RequestError(f"guided output is refused: {problem.strip()}")
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise RequestError(f"guided output is refused: {matcher.get_error().strip()}")
+        return TokenGuide(matcher, self._end_token_ids)

@@ -1,0 +1,177 @@
+"""`serve_nodes`: prefill and decode nodes with the interface of an `AsyncEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import asynccontextmanager
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from radixkv.scheduler import AsyncEngine, Engine, GenerationParams, Request
+from radixkv.scheduler.errors import HandoffFailedError
+from radixkv.scheduler.server import ServedModel, make_app
+from radixkv.scheduler.serving.nodes_front import serve_nodes
+
+from .cluster import Cluster
+from .conftest import MAX_MODEL_LEN
+from .test_server import COMPLETIONS, Served, in_loop
+
+PROMPTS = [list(range(2, 2 + length)) for length in (3, 9, 17)]
+
+
+@pytest.fixture(scope="module")
+def compiled(engine: Callable[[str, int], Engine]) -> Engine:
+    """An engine to take programs from."""
+    return engine("qwen3", 4)
+
+
+@asynccontextmanager
+async def serving(
+    compiled: Engine,
+    *,
+    on_told: Callable[[Cluster, Request], object] | None = None,
+    front: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Any:
+    """Nodes in this process, which the thread of the result steps.
+
+    Args:
+        on_told: called on that thread when the first request has three tokens, once.
+    """
+    cluster, closed = Cluster(compiled, front={"stream": True, **front}, **options), []
+    told: list[Request] = []
+    step = cluster.front.step
+
+    def watched_step() -> list[Request]:
+        ended = step()
+        for request in cluster.front.advanced:
+            if on_told is not None and len(request.output_tokens) >= 3 and not told:
+                told.append(request)
+                on_told(cluster, request)
+        return ended
+
+    cluster.front.step = watched_step  # type: ignore[method-assign]
+    async with serve_nodes(cluster.front, lambda: closed.append(True)) as nodes:
+        yield cluster, nodes
+    assert closed == [True] and bool(told) == (on_told is not None)
+    cluster.front.run()
+    cluster.assert_nothing_leaked()
+    assert cluster.front.failures == {}
+
+
+async def last(nodes: AsyncEngine, prompt: Any, params: GenerationParams) -> Any:
+    return [output async for output in nodes.generate(prompt, params)][-1]
+
+
+def test_the_tokens_are_those_of_one_engine(compiled):
+    @in_loop
+    async def test() -> None:
+        params = GenerationParams(8)
+        async with serving(compiled, num_prefill=2, num_decode=2) as (cluster, nodes):
+            outputs = await asyncio.gather(*(last(nodes, each, params) for each in PROMPTS))
+        cluster = Cluster(compiled)
+        expected = cluster.complete(PROMPTS, 8)
+        assert [list(output.token_ids) for output in outputs] == expected
+        assert {output.finish_reason for output in outputs} == {"length"}
+
+    test()
+
+
+def test_a_stream_that_is_closed_frees_the_blocks_of_both_nodes(compiled):
+    @in_loop
+    async def test() -> None:
+        async with serving(compiled) as (cluster, nodes):
+            stream = nodes.generate(PROMPTS[1], GenerationParams(40))
+            waiting = asyncio.create_task(anext(stream))
+            while not await nodes.call(lambda _: cluster.d.scheduler.num_open):
+                pass
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            while await nodes.call(lambda _: cluster.front.has_work):
+                pass
+            assert cluster.p.stats().engine.cache.live_leases == 0
+            assert cluster.d.stats().engine.cache.live_leases == 0
+
+    test()
+
+
+def test_a_node_that_is_lost_is_replaced(compiled):
+    """The request is tried again, and its stream goes on where it stopped."""
+    [expected] = Cluster(compiled).complete([PROMPTS[2]], 24)
+
+    @in_loop
+    async def test() -> None:
+        async with serving(compiled, on_told=lambda cluster, _: cluster.restart_decode()) as (
+            _,
+            nodes,
+        ):
+            told = []
+            async for output in nodes.generate(PROMPTS[2], GenerationParams(24)):
+                told += output.new_token_ids
+            assert told == list(output.token_ids) == expected
+
+    test()
+
+
+def test_a_stream_ends_with_an_error_if_another_node_has_other_tokens(compiled):
+    """As nodes with other arithmetic have."""
+    [expected] = Cluster(compiled).complete([PROMPTS[2]], 24)
+
+    def lose(cluster: Cluster, request: Request) -> None:
+        cluster.restart_decode()
+        request.output_tokens[1] += 1  # as if the lost node had generated another one
+
+    @in_loop
+    async def test() -> None:
+        async with serving(compiled, on_told=lose) as (_, nodes):
+            with pytest.raises(
+                HandoffFailedError,
+                match=rf"^request 'a': attempt 2 has {expected[1]} as output token 1, and an "
+                rf"earlier attempt, whose tokens were told, had {expected[1] + 1}$",
+            ):
+                async for _output in nodes.generate(
+                    PROMPTS[2], GenerationParams(24), request_id="a"
+                ):
+                    pass
+
+    test()
+
+
+def test_the_tokens_of_a_stream_come_before_its_end(compiled):
+    numbers = []
+
+    def note(_: Cluster, request: Request) -> None:
+        numbers.append(len(request.output_tokens))
+
+    @in_loop
+    async def test() -> None:
+        async with serving(compiled, on_told=note) as (_, nodes):
+            output = await last(nodes, PROMPTS[1], GenerationParams(24))
+            assert len(output.token_ids) == 24 and numbers == [3]
+
+    test()
+
+
+def test_a_request_that_fails_on_all_nodes(compiled, monkeypatch):
+    @in_loop
+    async def test() -> None:
+        async with serving(compiled, front={"request_s": 0.0}) as (_, nodes):
+            with pytest.raises(HandoffFailedError, match=r"^request 'a': not done in time"):
+                async for _output in nodes.generate(PROMPTS[0], request_id="a"):
+                    raise AssertionError
+            app = make_app(ServedModel("tiny", nodes, MAX_MODEL_LEN, created=7), has_engine=False)
+            server = Served.__new__(Served)
+            server.app = app
+            answer = await server.post(COMPLETIONS, prompt=PROMPTS[0])
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            assert answer.json()["error"]["code"] == "nodes_failed"
+            metrics = await server.ask("GET", "/metrics")
+            assert metrics.status == 200 and b"radixkv:" not in metrics.body
+            assert b"http_requests_total" in metrics.body
+            assert (await server.ask("GET", "/health")).status == 200
+
+    test()

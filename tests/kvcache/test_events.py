@@ -1,0 +1,161 @@
+"""KV events of a manager, by hand. The specification compares them with the state: chapter K."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from radixkv.kvcache import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheManager,
+    CountError,
+    HostConfig,
+    KVEvent,
+    ReplayBuffer,
+)
+from radixkv.kvcache.storage import StorageNamespace
+
+from .helpers import serve, start
+
+STORAGE = StorageNamespace("model", "1", "float32", 2, (0, 1), (0, 1))
+
+
+def taken(manager: CacheManager) -> list[KVEvent]:
+    batch = manager.take_events()
+    return [] if batch is None else list(batch.events)
+
+
+def stored(event: KVEvent) -> BlockStored:
+    assert isinstance(event, BlockStored)
+    return event
+
+
+def test_without_recording_there_are_no_events() -> None:
+    manager = CacheManager(4, 2)
+    serve(manager, [1, 2, 3, 4])
+    manager.evict(1)
+    manager.reset()
+    assert manager.take_events() is None
+
+
+def test_a_publication_an_eviction_and_a_reset() -> None:
+    manager = CacheManager(4, 2, record_events=True)
+    assert manager.take_events() is None
+    serve(manager, [1, 2, 3, 4, 5])
+    [event] = taken(manager)
+    first = stored(event)
+    assert (first.medium, first.parent_block_hash, first.block_size) == ("GPU", None, 2)
+    assert first.token_ids.tolist() == [1, 2, 3, 4] and first.namespace == b""
+    assert len(set(first.block_hashes)) == 2
+    assert all(0 < each < 2**64 for each in first.block_hashes)
+    serve(manager, [1, 2, 3, 4, 5, 6])
+    [event] = taken(manager)
+    assert stored(event).parent_block_hash == first.block_hashes[-1]
+    assert stored(event).token_ids.tolist() == [5, 6]
+    manager.evict(2)
+    [event] = taken(manager)
+    assert isinstance(event, BlockRemoved) and event.medium == "GPU"
+    assert set(event.block_hashes) == {first.block_hashes[1], *_last(manager, [3, 4, 5, 6])}
+    manager.reset()
+    assert taken(manager) == [AllBlocksCleared()]
+    assert manager.take_events() is None
+
+
+def _last(manager: CacheManager, tokens: list[int]) -> tuple[int, ...]:
+    other = CacheManager(4, 2, record_events=True)
+    serve(other, [1, 2, *tokens])
+    return stored(taken(other)[0]).block_hashes[2:]
+
+
+def test_hashes_depend_on_namespace_tokens_and_path_alone() -> None:
+    def hashes(tokens: list[int], namespace: bytes = b"", block_size: int = 2) -> tuple[int, ...]:
+        manager = CacheManager(9, block_size, record_events=True)
+        serve(manager, [8, 8])
+        manager.take_events()
+        serve(manager, tokens, namespace)
+        return stored(taken(manager)[0]).block_hashes
+
+    assert hashes([1, 2, 3, 4]) == hashes([1, 2, 3, 4])
+    assert hashes([1, 2, 3, 4])[0] == hashes([1, 2, 3, 5])[0]
+    assert hashes([1, 2, 3, 4])[1] != hashes([2, 2, 3, 4])[1]
+    assert set(hashes([1, 2, 3, 4])).isdisjoint(hashes([1, 2, 3, 4], b"tenant"))
+
+
+def test_batches_are_numbered_and_an_empty_one_has_no_number() -> None:
+    manager = CacheManager(4, 2, record_events=True)
+    numbers = []
+    for token in range(3):
+        serve(manager, [token, token])
+        batch = manager.take_events()
+        assert batch is not None and manager.take_events() is None
+        numbers.append(batch.seq)
+    assert numbers == [0, 1, 2]
+
+
+def test_a_duplicate_is_not_reported_and_what_follows_it_is() -> None:
+    manager = CacheManager(8, 2, record_events=True)
+    first, second = start(manager, [1, 2, 3]), start(manager, [1, 2, 3, 4])
+    manager.publish(first, [1, 2, 3])
+    [event] = taken(manager)
+    manager.publish(second, [1, 2, 3, 4])
+    [after] = taken(manager)
+    assert stored(after).parent_block_hash == stored(event).block_hashes[0]
+    assert stored(after).token_ids.tolist() == [3, 4]
+
+
+def test_each_tier_has_its_own_events_with_the_same_hash() -> None:
+    manager = CacheManager(2, 2, host=HostConfig(2, "back"), storage=STORAGE, record_events=True)
+    tiers = manager.tiers
+    assert tiers is not None
+    serve(manager, [1, 2])
+    manager.evict(1)
+    [on_device, off_device] = taken(manager)
+    hashes = stored(on_device).block_hashes
+    assert off_device == BlockRemoved("GPU", hashes)
+    [copy] = tiers.take_operations()
+    assert manager.take_events() is None
+    tiers.complete(copy.id, [True])
+    [on_host] = taken(manager)
+    assert stored(on_host).medium == "CPU" and stored(on_host).block_hashes == hashes
+    [write] = tiers.take_operations()
+    tiers.complete(write.id, [True])
+    [in_storage] = taken(manager)
+    assert stored(in_storage).medium == "STORAGE" and stored(in_storage).block_hashes == hashes
+    assert stored(in_storage).token_ids.tolist() == [1, 2]
+    # Another namespace of storage has none of its blocks.
+    tiers.storage = StorageNamespace("model", "2", "float32", 2, (0, 1), (0, 1))
+    assert taken(manager) == [BlockRemoved("STORAGE", hashes)]
+
+
+@pytest.mark.parametrize("ok", [[True], [False]])
+def test_a_lookup_tells_what_storage_has(ok: list[bool]) -> None:
+    manager = CacheManager(2, 2, host=HostConfig(2), storage=STORAGE, record_events=True)
+    assert manager.tiers is not None
+    manager.tiers.prefetch([1, 2])
+    [lookup] = manager.tiers.take_operations()
+    manager.tiers.complete(lookup.id, ok)
+    media = [stored(event).medium for event in taken(manager)]
+    assert media == ["STORAGE"] * sum(ok)
+
+
+def test_a_replay_buffer_keeps_the_last_batches() -> None:
+    buffer: ReplayBuffer[str] = ReplayBuffer(2)
+    assert buffer.since(0) == []
+    for seq in range(3):
+        buffer.add(seq, str(seq))
+    assert buffer.since(0) == [(1, "1"), (2, "2")] == buffer.since(1)
+    assert buffer.since(2) == [(2, "2")]
+    assert buffer.since(3) == []
+    with pytest.raises(CountError, match="num_batches must be at least 0, got -1"):
+        ReplayBuffer(-1)
+
+
+def test_tokens_of_an_event_stay_as_they_are() -> None:
+    manager = CacheManager(4, 2, record_events=True)
+    tokens = np.array([1, 2], np.int32)
+    lease = manager.admit(manager.match(tokens))
+    manager.publish(lease, tokens)
+    tokens[:] = 9
+    assert stored(taken(manager)[0]).token_ids.tolist() == [1, 2]

@@ -1,0 +1,165 @@
+"""`radixkv events check` as a process of its own, and the commands that publish KV events."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from radixkv.kvcache import BlockRemoved, CacheManager, EventBatch
+from radixkv.scheduler.events import EventPublisher
+from radixkv.scheduler.fuzz.kv_events import as_event
+from radixkv.spec.model.events import Consumer
+
+CHECK = [sys.executable, "-m", "radixkv.scheduler.cli.main", "events", "check"]
+ANY = "tcp://127.0.0.1:0"
+
+
+@pytest.fixture
+def publisher() -> Iterator[EventPublisher]:
+    with closing(EventPublisher(ANY, replay_endpoint=ANY)) as made:
+        yield made
+
+
+def publish(publisher: EventPublisher, manager: CacheManager, *tokens: int) -> None:
+    """Serve a request with a manager, and publish its events."""
+    lease = manager.admit(manager.match(tokens))
+    manager.publish(lease, tokens)
+    manager.release(lease)
+    batch = manager.take_events()
+    assert batch is not None
+    publisher.publish(batch)
+
+
+def check(publisher: EventPublisher, *options: object) -> subprocess.Popen[str]:
+    assert publisher.replay_endpoint is not None
+    replay = ["--replay", publisher.replay_endpoint]
+    return subprocess.Popen(
+        [*CHECK, publisher.endpoint, *replay, *map(str, options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_true_stream_in_another_process(publisher: EventPublisher) -> None:
+    manager = CacheManager(4, 2, record_events=True)
+    for number in range(3):
+        publish(publisher, manager, number, number, number, 9)
+    with check(publisher, "--batches", 6, "--json", "-") as process:
+        number = 3
+        while True:  # it may not be connected yet: a gap is closed by a replay
+            try:
+                process.wait(timeout=0.02)
+                break
+            except subprocess.TimeoutExpired:
+                publish(publisher, manager, number, number, number, 9)
+                number += 1
+        out, err = process.communicate()
+    assert (process.returncode, err) == (0, f"radixkv: checking {publisher.endpoint}\n")
+    document = json.loads(out)
+    assert document["findings"] == {} and not document["joined_late"]
+    assert document["counts"]["GPU blocks"] == 4
+    assert document["counts"]["batches"] >= 6
+
+
+def test_a_false_stream_ends_with_status_1(publisher: EventPublisher) -> None:
+    manager = CacheManager(4, 2, record_events=True)
+    publish(publisher, manager, 1, 1)
+    publisher.publish(EventBatch(1, (BlockRemoved("CPU", (7,)),)))
+    with check(publisher, "--batches", 2) as process:
+        out, _ = process.communicate()
+    assert process.returncode == 1
+    assert "K5 remove-what-is-there: 1\n  CPU removes 7, which it does not have\n" in out
+
+
+def test_an_interrupt_is_the_usual_end(publisher: EventPublisher) -> None:
+    with check(publisher) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == f"radixkv: checking {publisher.endpoint}\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert "No finding.\n" in out
+
+
+def test_a_late_start_is_told(radixkv: Any, publisher: EventPublisher) -> None:
+    publisher.publish(EventBatch(5, (BlockRemoved("GPU", (7,)),)))
+    outcome = radixkv(
+        *("events", "check", publisher.endpoint, "--replay", publisher.replay_endpoint),
+        *("--batches", 1),
+    )
+    assert outcome.status == 0
+    assert "The first batches did not come: unknown blocks are not reported." in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "nowhere"], "'nowhere' cannot be connected to: "),
+        (["check", ANY, "--seconds", "-1"], "argument --seconds: expected a number of seconds"),
+        ([], "the following arguments are required: ACTION"),
+    ],
+)
+def test_bad_input(radixkv: Any, arguments: list[str], message: str) -> None:
+    outcome = radixkv("events", *arguments)
+    assert outcome.status == 2
+    assert message in outcome.stderr
+
+
+def test_nobody_answers(radixkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.scheduler.events.subscriber.REPLAY_TIMEOUT_S", 0.01)
+    nobody = "tcp://127.0.0.1:1"
+    outcome = radixkv("events", "check", nobody, "--replay", nobody)
+    assert outcome.status == 2
+    assert f"radixkv: {nobody} did not answer in 0.01 s\n" in outcome.stderr
+
+
+@pytest.mark.parametrize("library", ["msgspec", "zmq"])
+def test_without_its_libraries(radixkv: Any, monkeypatch: Any, library: str) -> None:
+    monkeypatch.setattr(
+        "radixkv.scheduler.cli.kv_events.find_spec", lambda name: None if name == library else name
+    )
+    outcome = radixkv("events", "check", ANY)
+    assert (outcome.status, outcome.stderr) == (
+        2,
+        f"radixkv: events needs the library {library!r}: pip install 'radixkv[events]'\n",
+    )
+
+
+def test_generate_publishes_what_it_caches(
+    radixkv: Any, arguments: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[EventBatch] = []
+    monkeypatch.setattr(EventPublisher, "publish", lambda self, batch: batches.append(batch))
+    outcome = radixkv(*arguments, "--kv-events", ANY, "--kv-events-replay", ANY, "--json", "-")
+    assert outcome.status == 0
+    assert "radixkv: KV events are published at tcp://127.0.0.1:" in outcome.stderr
+    assert [batch.seq for batch in batches] == list(range(len(batches)))
+    consumer = Consumer()
+    for event in (event for batch in batches for event in batch.events):
+        consumer.apply(as_event(event))
+    cache = json.loads(outcome.stdout)["stats"]["cache"]
+    assert len(consumer.held["GPU"]) == cache["cached_blocks"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv-events-replay", ANY], "--kv-events-replay needs --kv-events"),
+        (["--disaggregate", "--kv-events", ANY], "--kv-events cannot be combined with --disaggreg"),
+        (["--kv-events", "nowhere"], "KV events cannot be bound to 'nowhere': "),
+    ],
+)
+def test_options_that_cannot_work(
+    radixkv: Any, arguments: list[object], options: list[str], message: str
+) -> None:
+    outcome = radixkv(*arguments, *options)
+    assert outcome.status == 2
+    assert message in outcome.stderr

@@ -1,0 +1,135 @@
+"""`radixkv serve --disaggregate`: in front of nodes in other processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+from radixkv.scheduler.cli.serve import API_KEY
+
+from ...tokenizers import add_tokenizer
+
+MAIN = [sys.executable, "-m", "radixkv.scheduler.cli.main"]
+SIZES = ["--block-size=4", "--device-blocks=64", "--max-model-len=64", "--token-budget=16"]
+PROMPTS = [list(range(4, 8 + index)) for index in range(6)]
+
+
+def pid_of(parent: int, node: str) -> int:
+    """The process of a node that another process has started."""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+        if node.encode() in words and str(parent).encode() in words:
+            return int(entry.parent.name)
+    raise AssertionError(f"there is no {node}")
+
+
+def test_a_node_is_killed_while_it_decodes(
+    tmp_path: Path, model_dir: Path, radixkv: Callable[..., Any]
+) -> None:
+    """Every answer is that of one engine, also after the kill; the node is started again."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in model_dir.iterdir():
+        (model / file.name).symlink_to(file)
+    add_tokenizer(model)
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps(PROMPTS))
+    sizes = ["--max-new-tokens", 40, "--block-size", 4, "--ignore-eos"]
+    radixkv("generate", model, "--prompts", prompts, *sizes, "--json", tmp_path / "out.json")
+    expected = json.loads((tmp_path / "out.json").read_text())["outputs"]
+    nodes = ["--disaggregate", "--decode=2", "--transport=jax"]
+    process = subprocess.Popen(
+        [*MAIN, "serve", str(model), "--port=0", "--served-model-name=tiny", *SIZES, *nodes],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != API_KEY},
+    )
+    assert process.stderr is not None
+    with process, process.stderr, ThreadPoolExecutor(len(PROMPTS)) as pool:
+        try:
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if "is served at" in line:
+                    break
+            url = lines[-1].split()[-1]
+            assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1", url), lines
+
+            def complete(index: int, num_tokens: int) -> None:
+                fields = {
+                    "model": "tiny",
+                    "prompt": PROMPTS[index],
+                    "max_tokens": num_tokens,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "return_token_ids": True,
+                }
+                request = Request(f"{url}/completions", json.dumps(fields).encode())
+                with urlopen(request) as response:
+                    [choice] = json.load(response)["choices"]
+                assert choice["token_ids"] == expected[index][:num_tokens]
+
+            asked = [
+                pool.submit(complete, index, 40 if index else 2) for index in range(len(PROMPTS))
+            ]
+            next(as_completed(asked)).result()  # so the nodes are at work
+            killed = [pid_of(process.pid, name) for name in ("decode-0", "decode-1")]
+            os.kill(killed[0], signal.SIGKILL)
+            for each in asked:
+                each.result()
+            assert process.stderr.readline().startswith("radixkv: decode-0 was ended (Killed); ")
+            assert process.stderr.readline() == "radixkv: decode-0 is started again\n"
+            os.kill(killed[1], signal.SIGKILL)  # only nodes that were started again can answer
+            complete(1, 40)
+            assert pid_of(process.pid, "decode-0") != killed[0]
+            with urlopen(url.replace("/v1", "/metrics")) as response:
+                metrics = response.read().decode().splitlines()
+            labels = '{model_name="tiny",node="prefill-0",role="prefill"}'
+            assert f"radixkv:node_up{labels} 1.0" in metrics
+            queries = f"radixkv:prefix_cache_queries_total{labels} "
+            assert any(each.startswith(queries) for each in metrics)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=300) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prefill", 2], "--prefill needs --disaggregate"),
+        (["--gateway", "127.0.0.1:0"], "--gateway needs --disaggregate"),
+        (["--disaggregate"], "--disaggregate needs --device-blocks, or --gateway"),
+        (
+            ["--disaggregate", "--device-blocks", 9, "--memory-fraction", 0.5],
+            "--memory-fraction cannot be combined with --disaggregate",
+        ),
+        (
+            ["--disaggregate", "--gateway", "127.0.0.1:0", "--device-blocks", 9],
+            "--device-blocks cannot be combined with --gateway: give it to the nodes",
+        ),
+        (
+            ["--disaggregate", "--gateway", "127.0.0.1:0", "--max-running", 9],
+            "--max-running cannot be combined with --gateway: give it to the nodes",
+        ),
+    ],
+)
+def test_options_that_exclude_or_need_each_other(
+    radixkv: Callable[..., Any], options: list[object], message: str
+) -> None:
+    outcome = radixkv("serve", "m", "--port=0", *options)
+    assert (outcome.status, outcome.stderr) == (2, f"radixkv: {message}\n")

@@ -1,0 +1,114 @@
+"""Adjusted logits, against a reference that computes one row at a time with NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.scheduler.engine.adjustments import RowValues, adjust_logits
+from radixkv.scheduler.request import SamplingParams
+
+VOCABULARY = 37
+ROWS = 3
+
+_adjust = jax.jit(adjust_logits)
+
+CHOICES: dict[str, tuple[float, ...]] = {
+    "temperature": (0.0, 0.5, 1.0, 1.7),
+    "min_p": (0.0, 0.02, 0.3, 1.0),
+    "repetition_penalty": (0.5, 1.0, 1.3),
+    "presence_penalty": (-2.0, 0.0, 0.75),
+    "frequency_penalty": (-0.5, 0.0, 2.0),
+}
+
+
+def reference(
+    logits: np.ndarray,
+    sampling: SamplingParams,
+    prompt: list[int],
+    output: list[int],
+    allowed: set[int] | None,
+) -> np.ndarray:
+    """As the documentation of vLLM has it, token by token."""
+    adjusted = logits.astype(np.float64)
+    for token in range(len(adjusted)):
+        if allowed is not None and token not in allowed:
+            adjusted[token] = -np.inf
+        if token in prompt or token in output:
+            factor = sampling.repetition_penalty
+            adjusted[token] *= 1 / factor if adjusted[token] > 0 else factor
+        adjusted[token] -= sampling.frequency_penalty * output.count(token)
+        adjusted[token] -= sampling.presence_penalty * (token in output)
+    if sampling.temperature > 0:
+        probabilities = np.exp((adjusted - adjusted.max()) / sampling.temperature)
+        adjusted[probabilities < sampling.min_p] = -np.inf
+    return adjusted
+
+
+def words_of(allowed: set[int] | None) -> list[int]:
+    bits = [allowed is None or token in allowed for token in range(-(-VOCABULARY // 32) * 32)]
+    packed = np.packbits(bits, bitorder="little").view(np.int32)
+    return list(packed)
+
+
+@given(seed=st.integers(0, 2**32 - 1), has_counts=st.booleans(), has_masks=st.booleans())
+def test_logits_are_those_of_the_reference(seed, has_counts, has_masks):
+    random = np.random.default_rng(seed)
+
+    def some_tokens(least: int, is_any: bool = True) -> list[int]:
+        most = VOCABULARY // random.integers(1, 4)
+        return random.integers(0, VOCABULARY, random.integers(least, most) * is_any).tolist()
+
+    rows: list[Any] = [
+        (
+            random.integers(-20, 21, VOCABULARY).astype(np.float32) / np.float32(3),
+            SamplingParams(**{name: random.choice(values) for name, values in CHOICES.items()}),
+            some_tokens(0, has_counts),
+            some_tokens(0, has_counts),
+            set(some_tokens(1)) if has_masks and random.random() < 0.7 else None,
+        )
+        for _ in range(ROWS)
+    ]
+    counts = np.zeros((ROWS, VOCABULARY), np.int32)
+    for row, (_, _, prompt, output, _) in enumerate(rows):
+        counts[row, prompt] = 1 << 30
+        np.add.at(counts[row], output, 1)
+    fields: Any = [
+        np.array([getattr(sampling, name) for _, sampling, *_ in rows], np.float32)
+        for name in RowValues._fields
+    ]
+    adjusted = _adjust(
+        np.array([row[0] for row in rows], np.float32),
+        np.array([row[1].temperature for row in rows], np.float32),
+        RowValues(*fields),
+        counts if has_counts else None,
+        np.array([words_of(row[4]) for row in rows], np.int32) if has_masks else None,
+    )
+    for (logits, sampling, *rest), result in zip(rows, np.asarray(adjusted), strict=True):
+        exact = reference(logits, sampling, *rest)
+        near = _near_the_border(exact, logits, sampling, rest)
+        np.testing.assert_allclose(result[~near], exact[~near], rtol=1e-5, atol=1e-4)
+        if sampling == SamplingParams(sampling.temperature) and rest[2] is None:
+            np.testing.assert_array_equal(result, logits)
+
+
+def _near_the_border(
+    exact: np.ndarray, logits: np.ndarray, sampling: SamplingParams, rest: list[Any]
+) -> np.ndarray:
+    """Tokens of which rounding decides whether min_p drops them."""
+    if not (sampling.temperature and sampling.min_p):
+        return np.zeros(len(exact), np.bool_)
+    all_kept = SamplingParams(
+        sampling.temperature,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+    )
+    before = reference(logits, all_kept, *rest)
+    with np.errstate(invalid="ignore"):
+        distance = (before - before.max()) / sampling.temperature - np.log(sampling.min_p)
+    return np.abs(distance) < 1e-4

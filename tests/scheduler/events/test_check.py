@@ -1,0 +1,153 @@
+"""The checker of streams of KV events: what it finds in streams that cannot be true."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.kvcache import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheManager,
+    HostConfig,
+    KVEvent,
+)
+from radixkv.scheduler.events.check import MALFORMED, NUM_EXAMPLES, StreamChecker
+from radixkv.scheduler.events.subscriber import Message
+from radixkv.scheduler.events.wire import Stored, WireBatch, encode_batch
+
+
+def stored(*hashes: int, medium: str = "GPU", parent: int | None = None, size: int = 2) -> KVEvent:
+    tokens = np.repeat(np.array(hashes, np.int32), size)
+    return BlockStored(medium, hashes, parent, tokens, size, b"")  # type: ignore[arg-type]
+
+
+def message(seq: int, *events: KVEvent, ts: float = 1.0) -> Message:
+    return Message(seq, encode_batch(ts + seq, events))
+
+
+def check(messages: Sequence[Message], kept: Sequence[Message] = ()) -> StreamChecker:
+    checker = StreamChecker(lambda seq: [each for each in kept if each.seq >= seq])
+    for each in messages:
+        checker.receive(each)
+    return checker
+
+
+def codes(checker: StreamChecker) -> dict[str, int]:
+    return {name.split()[0]: number for name, number in checker.findings.items()}
+
+
+ONE, TWO = stored(1, 2), BlockRemoved("GPU", (2,))
+
+
+@pytest.mark.parametrize(
+    ("events", "found"),
+    [
+        ([ONE, TWO, AllBlocksCleared(), ONE], {}),
+        ([ONE, TWO, TWO], {"K5": 1}),
+        ([ONE, BlockRemoved("CPU", (1, 2))], {"K5": 2}),
+        ([ONE, ONE], {"K4": 2}),
+        ([ONE, stored(1, 2, medium="CPU")], {}),
+        ([stored(3, parent=9)], {"K3": 1}),
+        ([ONE, stored(3, parent=1), stored(3, parent=2, medium="CPU")], {"K2": 1}),
+        ([ONE, stored(3, size=3)], {"K6": 1}),
+        ([ONE, AllBlocksCleared(), TWO], {"K5": 1}),
+    ],
+)
+def test_what_it_finds_in_events(events: list[KVEvent], found: dict[str, int]) -> None:
+    assert codes(check([message(0, *events)])) == found
+
+
+def test_a_gap_that_a_replay_closes_is_none() -> None:
+    messages = [message(0, ONE), message(1, TWO), message(2, stored(2, parent=1))]
+    checker = check([messages[0], messages[2]], kept=messages)
+    assert not checker.findings
+    assert (checker.num_batches, checker.num_replayed) == (3, 1)
+    assert checker.num_blocks() == {"GPU": 2}
+
+
+def test_a_gap_is_told_with_the_numbers_and_ends_what_was_known() -> None:
+    messages = [message(0, ONE), message(3, TWO), message(5, BlockRemoved("GPU", (7,)))]
+    checker = check(messages)
+    assert checker.examples == {
+        "K7 gap-is-seen": [
+            "batch 1 to 2 did not come before 3, nor by a replay",
+            "batch 4 did not come before 5, nor by a replay",
+        ]
+    }
+    assert checker.joined_late and checker.num_blocks() == {"GPU": 0}
+
+
+@pytest.mark.parametrize(("first", "late"), [(0, False), (1, True)])
+def test_who_joins_late_reports_no_unknown_blocks(first: int, late: bool) -> None:
+    checker = check([message(first, TWO)])
+    assert checker.joined_late == late
+    assert codes(checker) == ({} if late else {"K5": 1})
+
+
+def test_it_begins_with_what_was_published_before() -> None:
+    messages = [message(0, ONE), message(1, TWO)]
+    checker = StreamChecker(lambda seq: [each for each in messages if each.seq >= seq])
+    checker.begin()
+    for each in messages:  # they were in flight, too
+        checker.receive(each)
+    assert not checker.findings and not checker.joined_late
+    assert checker.num_batches == checker.num_replayed == 2
+
+
+def test_a_publisher_that_begins_anew() -> None:
+    checker = check([message(0, ONE), message(1, TWO), message(0, ONE, ts=100.0)])
+    assert not checker.findings and checker.num_restarts == 1
+    assert checker.num_blocks() == {"GPU": 2}
+
+
+def test_messages_of_anything_are_counted_and_the_first_are_shown() -> None:
+    number = NUM_EXAMPLES + 2
+    checker = check([Message(seq, b"\xc1") for seq in range(number)])
+    assert checker.findings == {MALFORMED: number}
+    assert len(checker.examples[MALFORMED]) == NUM_EXAMPLES
+    assert checker.examples[MALFORMED][0].startswith("batch 0: 1 bytes are no batch of KV events:")
+
+
+def test_blocks_of_other_salts_adapters_and_groups_are_others() -> None:
+    def payload(*events: Stored) -> bytes:
+        return msgspec.msgpack.encode(WireBatch(1.0, list(events)))
+
+    def block(name: int, **more: object) -> Stored:
+        return Stored([name], None, [1, 2], 2, None, None, **{"lora_name": None, **more})  # type: ignore[arg-type]
+
+    events = (block(1, extra_keys=[["a"]]), block(2, lora_name="b"), block(3, cache_salt="c"))
+    assert not check([Message(0, payload(*events))]).findings
+    again = block(1, extra_keys=[["other"]], group_idx=1)
+    checker = check([Message(0, payload(*events, again))])
+    assert codes(checker) == {"K2": 1}
+    assert checker.num_events == {"GPU stored": 3, "GPU group 1 stored": 1}
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), max_size=12), st.integers(1, 5)
+)
+def test_our_manager_has_no_finding(prompts: list[list[int]], num_blocks: int) -> None:
+    manager = CacheManager(8, 2, host=HostConfig(num_blocks, "exclusive"), record_events=True)
+    messages = []
+    assert manager.tiers is not None
+    for number, prompt in enumerate(prompts):
+        lease = manager.admit(manager.match(prompt, b"tenant" if number % 3 == 2 else b""))
+        for operation in manager.tiers.take_operations():
+            manager.tiers.complete(operation.id, [True] * operation.num_blocks)
+        manager.publish(lease, prompt)
+        manager.release(lease)
+        manager.evict(number % 4)
+        if number == 7:
+            manager.reset([b""])
+        if (batch := manager.take_events()) is not None:
+            messages.append(message(batch.seq, *batch.events))
+    checker = check(messages)
+    assert not checker.findings, checker.examples
+    assert checker.num_blocks().get("GPU", 0) == manager.stats().cached_blocks

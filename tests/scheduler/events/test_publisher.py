@@ -1,0 +1,185 @@
+"""The publisher of KV events and its subscriber, over real sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+import pytest
+import zmq
+
+from radixkv.kvcache import BlockRemoved, BlockStored, CountError, EventBatch
+from radixkv.scheduler.events import (
+    EventAddressError,
+    EventFormatError,
+    EventPublisher,
+    EventSubscriber,
+    decode_batch,
+    encode_batch,
+    publisher,
+)
+from radixkv.scheduler.events.subscriber import Message, _message
+
+ANY = "tcp://127.0.0.1:0"
+
+
+def batch(seq: int) -> EventBatch:
+    return EventBatch(seq, (BlockRemoved("GPU", (seq,)),))
+
+
+@pytest.fixture
+def published() -> Iterator[EventPublisher]:
+    with closing(EventPublisher(ANY, replay_endpoint=ANY, num_kept=3)) as made:
+        yield made
+
+
+def subscribe(source: EventPublisher) -> EventSubscriber:
+    return EventSubscriber(source.endpoint, source.replay_endpoint)
+
+
+def wait_until_connected(source: EventPublisher, subscriber: EventSubscriber) -> int:
+    """Publish until a message comes; return the number of the next one."""
+    seq = 0
+    while True:
+        source.publish(batch(seq))
+        seq += 1
+        if subscriber.receive(0.05) is not None:
+            while subscriber.receive(0.05) is not None:
+                pass
+            return seq
+
+
+def numbers(messages: Iterator[Message]) -> list[int]:
+    return [message.seq for message in messages]
+
+
+def test_a_subscriber_gets_batches_in_order(published: EventPublisher) -> None:
+    with subscribe(published) as subscriber:
+        first = wait_until_connected(published, subscriber)
+        for seq in range(first, first + 3):
+            published.publish(batch(seq))
+        for seq in range(first, first + 3):
+            message = subscriber.receive(10.0)
+            assert message is not None and message.seq == seq
+            assert decode_batch(message.payload).events[0].block_hashes == [seq]  # type: ignore[union-attr]
+        assert subscriber.receive(0.0) is None
+
+
+def test_a_replay_has_the_last_batches(published: EventPublisher) -> None:
+    with subscribe(published) as subscriber:
+        end = wait_until_connected(published, subscriber)
+        while end < 5:
+            published.publish(batch(end))
+            end += 1
+            assert subscriber.receive(10.0) is not None  # it is kept before it is sent
+        assert numbers(subscriber.replay(0)) == [end - 3, end - 2, end - 1]
+        assert numbers(subscriber.replay(end - 1)) == [end - 1]
+        assert numbers(subscriber.replay(end)) == []
+
+
+def test_requests_that_are_none_get_no_answer(published: EventPublisher) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = context.socket(zmq.DEALER)
+        assert published.replay_endpoint is not None
+        socket.connect(published.replay_endpoint)
+        for frames in ([b""], [b"", b"short"], [b"", bytes(9)], [b"", bytes(8), b"more"]):
+            socket.send_multipart(frames)
+        socket.send_multipart([b"", bytes(8)])  # only this one
+        assert socket.poll(10_000)
+        assert socket.recv_multipart() == [b"", b"", (2**64 - 1).to_bytes(8, "big"), b""]
+        assert not socket.poll(0)
+    finally:
+        context.destroy(linger=0)
+
+
+def test_what_waits_is_sent_at_the_end() -> None:
+    source = EventPublisher(ANY, replay_endpoint=ANY)
+    with subscribe(source) as subscriber:
+        first = wait_until_connected(source, subscriber)
+        for seq in range(first, first + 100):
+            source.publish(batch(seq))
+        source.close()
+        source.close()
+        found = []
+        while (message := subscriber.receive(5.0)) is not None:
+            found.append(message.seq)
+            if message.seq == first + 99:
+                break
+    assert found == list(range(first, first + 100))
+
+
+def test_a_full_queue_drops_batches_and_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, is_held = threading.Event(), threading.Event()
+    encode = encode_batch
+
+    def held(ts: float, events: tuple[BlockStored, ...]) -> bytes:
+        is_held.set()
+        assert goes_on.wait(30.0)
+        return encode(ts, events)
+
+    monkeypatch.setattr(publisher, "encode_batch", held)
+    with closing(EventPublisher(ANY, replay_endpoint=ANY, max_waiting=2)) as source:
+        source.publish(batch(0))
+        assert is_held.wait(30.0)  # the first one is not in the queue any more
+        for seq in range(1, 5):
+            source.publish(batch(seq))
+        assert source.num_dropped == 2
+        goes_on.set()
+        with subscribe(source) as subscriber:
+            while numbers(subscriber.replay(0))[-1:] != [2]:
+                pass
+            source.publish(batch(5))
+            while (found := numbers(subscriber.replay(0)))[-1] != 5:
+                pass
+    assert found == [0, 1, 2, 5]  # everybody sees that 3 and 4 are missing
+
+
+def test_addresses_that_cannot_work_are_refused() -> None:
+    with closing(EventPublisher(ANY)) as source:
+        assert source.replay_endpoint is None
+        with EventSubscriber(source.endpoint) as subscriber:
+            assert numbers(subscriber.replay(0)) == []
+        for endpoint, replay in ((source.endpoint, None), (ANY, source.endpoint)):
+            with pytest.raises(EventAddressError, match="KV events cannot be bound to 'tcp://127"):
+                EventPublisher(endpoint, replay_endpoint=replay)
+    with pytest.raises(EventAddressError, match="KV events cannot be bound to 'nowhere':"):
+        EventPublisher("nowhere")
+    for endpoint, replay in (("nowhere", None), ("tcp://127.0.0.1:1", "nowhere")):
+        with pytest.raises(EventAddressError, match="'nowhere' cannot be connected to:"):
+            EventSubscriber(endpoint, replay)
+    with pytest.raises(CountError, match="num_kept must be at least 0, got -1"):
+        EventPublisher(ANY, num_kept=-1)
+
+
+def test_a_publisher_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.scheduler.events.subscriber.REPLAY_TIMEOUT_S", 0.01)
+    nobody = "tcp://127.0.0.1:1"
+    with (
+        EventSubscriber(nobody, nobody) as subscriber,
+        pytest.raises(TimeoutError, match=r"^tcp://127.0.0.1:1 did not answer in 0.01 s$"),
+    ):
+        list(subscriber.replay(0))
+
+
+@pytest.mark.parametrize("frames", [[], [b"x"], [b"short", b""], [b"", bytes(9), b""], [b""] * 4])
+def test_frames_that_are_no_message(frames: list[bytes]) -> None:
+    sizes = [len(frame) for frame in frames]
+    with pytest.raises(EventFormatError) as caught:
+        _message(frames)
+    assert str(caught.value) == (f"a message has frames of {sizes} bytes, not topic, 8 and a batch")
+
+
+def test_a_message_of_an_old_replay_has_no_topic() -> None:
+    assert _message([bytes(8), b"x"]) == _message([b"topic", bytes(8), b"x"]) == (0, b"x")
+
+
+def test_tokens_are_python_integers_on_the_wire(published: EventPublisher) -> None:
+    stored = BlockStored("GPU", (1,), None, np.array([1, 2], np.int32), 2, b"")
+    published.publish(EventBatch(0, (stored,)))
+    with subscribe(published) as subscriber:
+        while not (messages := list(subscriber.replay(0))):
+            pass
+    assert decode_batch(messages[0].payload).events[0].token_ids == [1, 2]  # type: ignore[union-attr]

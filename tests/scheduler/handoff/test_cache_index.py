@@ -1,0 +1,127 @@
+"""The gateway's index of what nodes have cached, its planted bugs, and the choice by it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.kvcache import BlockRemoved, BlockStored, CacheManager, EventBatch
+from radixkv.kvcache.events import hash_blocks
+from radixkv.scheduler import handoff
+from radixkv.scheduler.errors import RoutingError
+from radixkv.scheduler.gateway.cache_index import CacheIndex, CacheReporter
+from radixkv.scheduler.gateway.router import Route, Router
+from radixkv.scheduler.handoff import AttemptKey
+from radixkv.scheduler.handoff.gateway_messages import MAX_UPDATE_BLOCKS, CacheAsk
+from radixkv.spec.rules.events import K9
+from radixkv.spec.rules.rule import Violation
+
+from .bugs import Bug
+from .index_bugs import INDEX_BUGS
+from .index_worlds import check_repeats, run_index
+from .planted import planted
+
+NUM_SEEDS = 60
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32))
+def test_the_index_equals_the_manager_after_a_quiet_moment(seed: int) -> None:
+    check_repeats(handoff)
+    run_index(handoff, seed)
+
+
+def test_planted_bugs_break_the_rule() -> None:
+    broken = set()
+    for bug in INDEX_BUGS:
+        with planted(bug) as package, suppress(AssertionError):
+            for seed in range(NUM_SEEDS):
+                try:
+                    run_index(package, seed)
+                except Violation as violation:
+                    broken.add(violation.rule.name)
+                    break
+    assert K9.name in broken
+
+
+@pytest.mark.parametrize("bug", INDEX_BUGS, ids=lambda bug: bug.name)
+def test_every_planted_bug_is_found(bug: Bug) -> None:
+    with planted(bug) as package, pytest.raises((Violation, AssertionError)):
+        check_repeats(package)
+        for seed in range(NUM_SEEDS):
+            run_index(package, seed)
+
+
+def test_hashes_are_those_of_the_events() -> None:
+    manager = CacheManager(8, 2, record_events=True)
+    tokens = np.array([1, 2, 3, 4, 5], np.int32)
+    lease = manager.admit(manager.match(tokens, b"tenant"))
+    manager.publish(lease, tokens)
+    batch = manager.take_events()
+    assert batch is not None
+    [event] = batch.events
+    assert isinstance(event, BlockStored)
+    assert list(event.block_hashes) == hash_blocks(tokens, 2, b"tenant")
+    assert hash_blocks(tokens, 2) != hash_blocks(tokens, 2, b"tenant")
+    assert hash_blocks(tokens[:1], 2) == []
+
+
+def stored(*hashes: int) -> EventBatch:
+    tokens = np.zeros(len(hashes), np.int32)
+    return EventBatch(0, (BlockStored("GPU", hashes, None, tokens, 1, b""),))
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_many_blocks_come_in_several_updates(extra: int) -> None:
+    reporter, index = CacheReporter(), CacheIndex()
+    hashes = range(1, 2 * MAX_UPDATE_BLOCKS + extra + 1)
+    reporter.take_in(stored(*hashes))
+    updates = reporter.take_messages()
+    assert len(updates) == reporter.num_updates == 2 + (extra > 0)
+    assert all(index.apply(update) for update in updates)
+    assert index.held["GPU"] == set(hashes)
+
+
+def test_a_late_ask_is_not_answered_and_storage_is_not_indexed() -> None:
+    reporter = CacheReporter()
+    assert [update.is_first for update in reporter.take_messages()] == [True]
+    reporter.answer(CacheAsk(1))
+    tokens = np.zeros(1, np.int32)
+    in_storage = BlockStored("STORAGE", (7,), None, tokens, 1, b"")
+    reporter.take_in(EventBatch(0, (in_storage, BlockRemoved("STORAGE", (8,)))))
+    assert reporter.take_messages() == []
+
+
+def test_a_request_goes_to_the_node_that_says_it_has_the_prefix() -> None:
+    router = Router(1, prefill={"p0": 10, "p1": 10}, decode={"d0": 10, "d1": 10})
+    reporters = {name: CacheReporter() for name in ("p0", "p1", "d0", "d1")}
+
+    def tell() -> None:
+        for name, reporter in reporters.items():
+            for update in reporter.take_messages():
+                assert router.update_cache(name, update)
+
+    prompt = [5, 6, 7]
+    hashes = hash_blocks(np.array(prompt, np.int32), 1)
+    reporters["p1"].take_in(stored(*hashes[:2]))
+    reporters["d1"].take_in(stored(*hashes))
+    tell()
+    assert router.route(AttemptKey("a", 1), prompt) == Route("p1", "d1")
+    # An equal prompt follows it, because p1 will have all of it.
+    assert router.loads() == {"p0": 0, "p1": 1, "d0": 0, "d1": 0}
+    assert router.route(AttemptKey("b", 1), prompt) == Route("p1", "d1")
+    router.finished(AttemptKey("a", 1), prompt)
+    router.finished(AttemptKey("b", 1))
+    # What failed is not predicted: only the node tells what it has got.
+    gone = EventBatch(1, (BlockRemoved("GPU", tuple(hashes[:2])),))
+    reporters["p1"].take_in(gone)
+    reporters["p0"].take_in(stored(hashes[0]))
+    tell()
+    assert router.route(AttemptKey("c", 1), prompt) == Route("p0", "d1")
+    assert [router.next_update(name) for name in ("p0", "p1", "d0")] == [2, 2, 1]
+    with pytest.raises(RoutingError, match=r"^there is no node 'p9'$"):
+        router.next_update("p9")

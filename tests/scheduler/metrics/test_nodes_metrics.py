@@ -1,0 +1,101 @@
+"""`NodesMetrics`: what a scrape shows of nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from radixkv.scheduler import AsyncEngine, GenerationParams
+from radixkv.scheduler.metrics import NodesMetrics
+from radixkv.scheduler.metrics.nodes_metrics import NODE_METRICS
+from radixkv.scheduler.request import Request
+from radixkv.scheduler.serving.nodes_front import serve_nodes
+
+from ..nodes.fake_channel import Deployment
+
+
+class Turning:
+    """Nodes that turn at each step of the gateway."""
+
+    def __init__(self, **options: Any) -> None:
+        self.deployment = Deployment(stream=True, **options)
+        self.failures = self.deployment.nodes.failures
+        self.add_request = self.deployment.nodes.add_request
+        self.abort = self.deployment.nodes.abort
+
+    @property
+    def has_work(self) -> bool:
+        return self.deployment.nodes.has_work
+
+    @property
+    def advanced(self) -> Any:
+        return self.deployment.nodes.advanced
+
+    def step(self) -> list[Request]:
+        return self.deployment.turn()
+
+
+async def scrape(metrics: NodesMetrics) -> dict[tuple[str, str], float]:
+    """The values by metric, and by node and tier."""
+    values = {}
+    for family in text_string_to_metric_families((await metrics.scrape()).decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "tiny"
+            role = labels.pop("role", "")
+            assert labels.get("node", "").startswith(role)
+            values[sample.name, "/".join(labels.values())] = sample.value
+    return values
+
+
+def test_each_node_has_its_values_until_it_is_gone() -> None:
+    async def test() -> None:
+        nodes = Turning(num_decode=2)
+        async with serve_nodes(nodes, lambda: None) as engine:
+            metrics = NodesMetrics(engine, nodes.deployment.nodes, model_name="tiny")
+            async for _ in engine.generate([1, 2, 3], GenerationParams(2)):
+                pass
+            seen = await scrape(metrics)
+            assert seen["radixkv:engine_up", ""] == 1
+            assert seen["radixkv:num_requests_open", ""] == 0
+            for name in ("prefill-0", "decode-0", "decode-1"):
+                assert seen["radixkv:node_up", name] == 1
+                assert seen["radixkv:num_requests_running", name] == 0
+                assert seen["radixkv:num_requests_waiting", name] == 0
+                assert seen["radixkv:kv_cache_usage_perc", name] == 0
+                assert seen["radixkv:num_preemptions_total", name] == 0
+                hits = 7 if name == "prefill-0" else 0
+                assert seen["radixkv:prefix_cache_hits_total", name] == hits
+                assert (
+                    seen["radixkv:prompt_tokens_cached_by_source_total", f"{name}/device"] == hits
+                )
+                assert seen["radixkv:prompt_tokens_cached_by_source_total", f"{name}/host"] == 0
+            await lose(engine, nodes, "decode-1")
+            seen = await scrape(metrics)
+            assert seen["radixkv:node_up", "decode-1"] == 0
+            assert seen["radixkv:node_up", "decode-0"] == 1
+            assert ("radixkv:num_requests_running", "decode-1") not in seen
+        last = await scrape(metrics)
+        assert last == seen | {("radixkv:engine_up", ""): 0}
+
+    asyncio.run(test())
+
+
+async def lose(engine: AsyncEngine, nodes: Turning, name: str) -> None:
+    """Silence a node until the gateway misses it."""
+    await engine.call(lambda _: nodes.deployment.loops.pop(name))
+    while not await engine.call(lambda _: nodes.deployment.nodes.gone):
+        pass
+
+
+def test_the_table_of_the_docs_is_that_of_the_metrics() -> None:
+    page = Path(__file__).parents[3] / "docs" / "howto" / "nodes.md"
+    rows = re.findall(r"^\| `radixkv:(\w+)` \| (\w+) \| (.*) \|$", page.read_text(), re.MULTILINE)
+    documented = {name: (kind, text) for name, kind, text in rows}
+    for each in NODE_METRICS:
+        assert documented.pop(each.name) == (each.kind, each.text)
+    assert set(documented) == {"engine_up", "num_requests_open", "node_up"}

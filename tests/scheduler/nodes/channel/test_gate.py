@@ -1,0 +1,262 @@
+"""Strangers at the gate: what they occupy, and that peers with the secret come in beside them."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from typing import Final
+
+import pytest
+
+from radixkv.scheduler.handoff import Ack, AttemptKey, Header
+from radixkv.scheduler.nodes.channel import (
+    ChannelError,
+    RefusedConnection,
+    Secret,
+    ZmqChannel,
+    zmq_channel,
+)
+from radixkv.scheduler.nodes.channel import gate as gates
+from radixkv.scheduler.nodes.channel.codec import MAX_FRAME_BYTES
+from radixkv.scheduler.nodes.channel.gate import FILES_PER_CONNECTION, MAX_UNPROVEN
+
+from .test_curve import greeting
+
+SECRET: Final = Secret(b"a secret that is long enough")
+ACK: Final = Ack(Header(AttemptKey("r", 1), 2))
+LATE_S: Final = 25.0
+"""Shorter than the 30 s after which ZeroMQ itself closes a connection."""
+NUM_STRANGERS: Final = 400
+HEADER: Final = greeting(b"CURVE")
+LONG_COMMAND: Final = b"\x06" + (1 << 20).to_bytes(8, "big")
+
+
+@pytest.fixture
+def nodes() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def opened(nodes: ExitStack, name: str, max_peers: int = 8, epoch: int = 1) -> ZmqChannel:
+    channel = ZmqChannel(name, epoch=epoch, secret=SECRET, max_peers=max_peers)
+    return nodes.enter_context(closing(channel))
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def say_hello(sender: ZmqChannel, receiver: ZmqChannel) -> None:
+    """Connect if needed, and send until a message of this sender arrives."""
+    sender.connect(receiver.name, receiver.address)
+    end = time.monotonic() + LATE_S
+    sender.send(receiver.name, ACK)
+    while time.monotonic() < end:
+        receiver.wait(0.05)
+        if sender.name in {packet.sender for packet in receiver.receive()}:
+            return
+    raise AssertionError(f"{sender.name} was not heard, {receiver.stats()}")
+
+
+def broken(channel: ZmqChannel) -> int:
+    return channel.stats().refused[RefusedConnection.BROKEN]
+
+
+def stranger_at(channel: ZmqChannel) -> socket.socket:
+    host, _, port = channel.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=LATE_S)
+
+
+def greet(stranger: socket.socket) -> None:
+    """Exchange greetings."""
+    stranger.sendall(HEADER)
+    left = len(HEADER)
+    while left:
+        heard = len(stranger.recv(left))
+        assert heard
+        left -= heard
+
+
+def wait_until_closed(strangers: list[socket.socket], number: int) -> None:
+    """Wait until a number of these connections are closed from the other side."""
+    closed: set[socket.socket] = set()
+    end = time.monotonic() + LATE_S
+    while len(closed) < number:
+        assert time.monotonic() < end, f"{len(closed)} of {number} are closed"
+        for each in select.select([each for each in strangers if each not in closed], [], [], 1)[0]:
+            with suppress(ConnectionResetError):
+                if each.recv(1 << 10):
+                    continue
+            closed.add(each)
+
+
+@pytest.mark.parametrize("says", [b"", HEADER[:1], HEADER], ids=["nothing", "a byte", "greeting"])
+def test_strangers_occupy_a_bounded_number_of_descriptors(
+    nodes: ExitStack, says: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that is there stays, one that comes meanwhile is heard, and all is given back."""
+    monkeypatch.setattr(gates, "PROOF_S", 1000.0)  # time alone bounds nothing here
+    d, p = opened(nodes, "d"), opened(nodes, "p")
+    say_hello(p, d)
+    before = num_files()
+    with ExitStack() as strangers:
+        connections = []
+        for _ in range(NUM_STRANGERS):
+            connections.append(strangers.enter_context(stranger_at(d)))
+            with suppress(ConnectionError):
+                connections[-1].send(says)
+        wait_until_closed(connections, NUM_STRANGERS - MAX_UNPROVEN)
+        of_the_gate = num_files() - before - NUM_STRANGERS
+        assert of_the_gate <= MAX_UNPROVEN * (FILES_PER_CONNECTION if says else 1)
+        say_hello(p, d)
+        with closing(ZmqChannel("q", epoch=1, secret=SECRET)) as q:
+            say_hello(q, d)
+    while num_files() > before:  # the test's limit of time
+        d.wait(0.01)
+    assert d.stats().received >= 3
+    assert d.stats().refused.keys() == {RefusedConnection.BROKEN}
+    assert broken(d) >= NUM_STRANGERS  # and a try of q that made room
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_what_a_stranger_says_is_bounded(
+    nodes: ExitStack, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "PROOF_S", 1000.0)
+    d, p = opened(nodes, "d"), opened(nodes, "p")
+    with stranger_at(d) as stranger:
+        greet(stranger)
+        num_bytes = gates.MAX_UNPROVEN_BYTES - len(HEADER) + more
+        stranger.sendall(LONG_COMMAND.ljust(num_bytes, b"x"))  # the inbox waits for its end
+        if more > 0:
+            wait_until_closed([stranger], 1)
+        say_hello(p, d)
+        assert select.select([stranger], [], [], 0)[0] == ([stranger] if more > 0 else [])
+    while broken(d) == 0:
+        d.wait(0.01)
+    assert (d.stats().received, broken(d)) == (1, 1)
+
+
+def test_an_unproven_connection_ends_in_time(
+    nodes: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "PROOF_S", 0.2)
+    d, p = opened(nodes, "d"), opened(nodes, "p")
+    say_hello(p, d)
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(stranger_at(d)) for _ in range(3)]
+        strangers[0].sendall(HEADER[:1])
+        strangers[1].sendall(HEADER)
+        wait_until_closed(strangers, 3)
+    say_hello(p, d)
+
+
+def test_those_that_have_come_least_far_make_room(nodes: ExitStack) -> None:
+    d = opened(nodes, "d")
+    with ExitStack() as stack:
+        far = stack.enter_context(stranger_at(d))
+        greet(far)
+        bare = [stack.enter_context(stranger_at(d)) for _ in range(MAX_UNPROVEN + 10)]
+        wait_until_closed(bare, 11)
+        assert select.select([far], [], [], 0) == ([], [], [])
+
+
+def test_with_no_descriptor_left_the_gate_waits(nodes: ExitStack) -> None:
+    """The soft limit is what is open: the newcomer is heard when the limit is as before."""
+    d, p, q = opened(nodes, "d"), opened(nodes, "p"), opened(nodes, "q")
+    say_hello(p, d)
+    q.connect("d", "127.0.0.1:1")  # its sockets are there
+    stranger = nodes.enter_context(socket.socket())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                nodes.callback(os.close, os.dup(stranger.fileno()))
+        host, _, port = d.address.rpartition(":")
+        stranger.connect((host, int(port)))
+        say_hello(p, d)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    say_hello(q, d)
+
+
+def test_the_connection_that_is_silent_the_longest_makes_room(nodes: ExitStack) -> None:
+    d = opened(nodes, "d", max_peers=2)
+    p, q, r = (opened(nodes, name) for name in "pqr")
+    for each in (p, q, p, r):
+        say_hello(each, d)
+    assert d.stats().refused == {RefusedConnection.TOO_MANY: 1}
+    say_hello(p, d)
+    say_hello(q, d)  # connects again
+
+
+def test_a_peer_that_vanishes_leaves_no_connection(
+    nodes: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a machine that loses its power: its connection is neither closed nor used."""
+    monkeypatch.setattr(zmq_channel, "_HEARTBEAT_MS", 100)
+    monkeypatch.setattr(zmq_channel, "_PATIENCE_MS", 500)
+    d, p = opened(nodes, "d"), opened(nodes, "p")
+    listener = nodes.enter_context(socket.create_server(("127.0.0.1", 0)))
+    p.connect("d", f"127.0.0.1:{listener.getsockname()[1]}")
+    p.send("d", ACK)
+    client = nodes.enter_context(listener.accept()[0])
+    server = nodes.enter_context(stranger_at(d))
+    heartbeats = 0
+    while heartbeats < 2:
+        for end in select.select([client, server], [], [], LATE_S)[0]:
+            data = end.recv(1 << 16)
+            assert data, "the connection has ended"
+            (server if end is client else client).sendall(data)
+            heartbeats += end is client and d.stats().received > 0
+        d.receive()
+    wait_until_closed([server], 1)
+
+
+def test_nobody_else_reaches_the_inbox(nodes: ExitStack) -> None:
+    """A process that connects to the local socket is refused at once."""
+    d = opened(nodes, "d")
+    gate = d._gate
+    assert gate is not None
+    program = f"""
+import socket
+with socket.socket(socket.AF_UNIX) as inside:
+    inside.connect({gate._inbox!r})
+    inside.settimeout({LATE_S})
+    print(inside.recv(1))
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert said.stdout == b"b''\n"
+
+
+def test_large_messages_pass_in_parts(nodes: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the chunks, and however slowly the inbox reads."""
+    monkeypatch.setattr(gates, "_CHUNK_BYTES", random.choice([1000, 1 << 12, 1 << 16]))
+    d, p = opened(nodes, "d"), opened(nodes, "p")
+    p.connect("d", d.address)
+    p._peers["d"].socket.send(bytes(MAX_FRAME_BYTES))
+    p.send("d", ACK)
+    assert d.wait(LATE_S)
+    end = time.monotonic() + LATE_S
+    while not (packets := d.receive()):
+        assert time.monotonic() < end
+    assert [packet.message for packet in packets] == [ACK]
+    assert sum(d.stats().dropped.values()) == 1
+
+
+def test_a_gate_that_has_crashed_is_an_error(nodes: ExitStack) -> None:
+    d = opened(nodes, "d")
+    gate = d._gate
+    assert gate is not None
+    gate._crash = ValueError("why")
+    with pytest.raises(ChannelError, match=r"^no more connections are accepted: ValueError"):
+        d.receive()
