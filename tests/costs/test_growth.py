@@ -1,0 +1,278 @@
+"""What has served and ended many requests holds as many objects as after a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv.kvcache import CacheManager, HostConfig
+from radixkv.kvcache.storage import Kind, Status, StorageNamespace
+from radixkv.kvcache.storage.operation_table import OperationTable
+from radixkv.scheduler import MixedScheduler, Request
+from radixkv.scheduler.gateway.gateway import Gateway, RunAttempt
+from radixkv.scheduler.handoff import Hits
+from radixkv.scheduler.serving.engine_thread import EngineThread
+
+from .measure import census, growth
+from .planting import Bug, bug, planted, planted_source
+
+PER_DRAIN = 10
+"""Requests between two drains."""
+
+
+def prompt(number: int) -> np.ndarray:
+    return np.arange(10, dtype=np.int32) + np.int32(100 * number)
+
+
+def caches() -> Iterator[object]:
+    """Tiers whose requests miss, hit, are parked and are evicted."""
+    namespace = StorageNamespace("m", "w", "float32", 2, (0, 1), (0, 1))
+    manager = CacheManager(12, 2, host=HostConfig(8, "through"), storage=namespace)
+    tiers = manager.tiers
+    assert tiers is not None
+
+    def settle() -> None:
+        while taken := tiers.take_operations():
+            for each in taken:
+                tiers.complete(each.id, [True] * each.num_blocks)
+        for op_id in tiers.take_cancelled():
+            tiers.fence(op_id)
+
+    number = 0
+    while True:
+        for _ in range(PER_DRAIN):
+            number += 1
+            tokens = prompt(number % 3 or number)
+            tiers.prefetch(tokens)
+            settle()
+            lease = manager.admit(manager.match(tokens))
+            settle()
+            manager.begin_step()
+            manager.publish(lease, tokens[:9])
+            manager.end_step()
+            parked = tiers.park(lease, tokens[:9]) if number % 2 else None
+            settle()
+            tiers.take_used()
+            if parked is None:
+                manager.release(lease)
+            else:
+                tiers.unpark(parked)
+            settle()
+        manager.reset()
+        settle()
+        yield manager
+
+
+def schedulers() -> Iterator[object]:
+    """A scheduler whose requests end, are aborted and are preempted."""
+    scheduler = MixedScheduler(CacheManager(12, 2), token_budget=8, max_running=3, reserve_tokens=0)
+    number = 0
+    while True:
+        for _ in range(PER_DRAIN):
+            number += 1
+            scheduler.add(Request(f"r{number}", prompt(number % 3), 6))
+            if number % 4 == 0:
+                scheduler.abort(f"r{number}")
+        while scheduler.has_work:
+            plan = scheduler.schedule()
+            scheduler.update(plan, [7] * plan.num_chunks)
+        scheduler.reset_cache()
+        yield scheduler
+
+
+def gateways() -> Iterator[object]:
+    """A gateway whose attempts end, are refused, are lost and are aborted."""
+    gateway = Gateway(2, backoff_s=1.0, request_s=100.0)
+    number, now = 0, 0.0
+    while True:
+        gateway.add_prefill("p0", 40)
+        gateway.add_decode("d0", 40)
+        for _ in range(PER_DRAIN):
+            number += 1
+            gateway.add_request(Request(f"r{number}", prompt(number % 3), 1), now)
+            if number % 5 == 0:
+                gateway.abort(f"r{number}")
+                del gateway.failures[f"r{number}"]  # as its client does
+        while gateway.num_open:
+            now += 2.0
+            gateway.tick(now)
+            for action in gateway.take_actions():
+                if not isinstance(action, RunAttempt):
+                    continue
+                if action.key.attempt == 1:
+                    gateway.prefill_failed(action.key, "no room", is_busy=True)
+                elif action.key.attempt == 2:
+                    gateway.prefill_failed(action.key, "lost", is_lost=True)
+                else:
+                    gateway.started(action.key)
+                    gateway.finished(action.key, (7,), Hits(), 0)
+            gateway.take_ended()
+        gateway.remove_node("p0")
+        gateway.remove_node("d0")
+        gateway.take_actions()
+        yield gateway
+
+
+def storages() -> Iterator[object]:
+    """Storage operations that end, are cancelled, are late and are dropped."""
+    table = OperationTable(100, 2)
+    blocks = [[memoryview(bytes(60))], [memoryview(bytes(60))]]
+    while True:
+        for number in range(PER_DRAIN):
+            operation = table.submit(Kind.STORE, [bytes(32)] * 2, blocks, deadline=1.0)
+            task = table.take()
+            assert task is not None
+            if number % 3 == 0:
+                table.cancel(operation)
+            task.results.append(Status.STORED)
+            table.report(task, ["Error"])
+            quiet = table.submit(Kind.LOOKUP, [bytes(32)], (), deadline=1.0, quiet=True)
+            table.claim(quiet)
+        table.expire(2.0)
+        table.drain()
+        yield table
+
+
+SUBJECTS: dict[str, Callable[[], Iterator[object]]] = {
+    "cache": caches,
+    "scheduler": schedulers,
+    "gateway": gateways,
+    "storage": storages,
+}
+
+BUGS: dict[str, tuple[Bug, ...]] = {
+    "cache": (
+        bug(
+            "operations that have ended are kept",
+            "kvcache.tiers.operations",
+            (
+                "        _, handler = self._open.pop(op_id)\n",
+                "        _, handler = ended = self._open.pop(op_id)\n"
+                "        self.__dict__.setdefault('_past', []).append(ended)\n",
+            ),
+        ),
+        bug(
+            "leases that have ended are kept",
+            "kvcache.manager",
+            (
+                "        del self._leases[row]\n        lease.row = -1\n",
+                "        del self._leases[row]\n        lease.row = -1\n"
+                "        self.__dict__.setdefault('_past', []).append(lease)\n",
+            ),
+        ),
+        bug(
+            "steps are kept",
+            "kvcache.manager",
+            (
+                "        self._steps_begun += 1\n",
+                "        self._steps_begun += 1\n"
+                "        self.__dict__.setdefault('_past', set()).add(self._steps_begun)\n",
+            ),
+        ),
+    ),
+    "scheduler": (
+        bug(
+            "names of requests are kept",
+            "scheduler.batching.queues",
+            (
+                "        del self._requests[request.request_id]\n",
+                "        del self._requests[request.request_id]\n"
+                "        self.__dict__.setdefault('_past', set()).add(request.request_id)\n",
+            ),
+        ),
+        bug(
+            "plans are kept",
+            "scheduler.batching.batch",
+            (
+                "        self.in_flight.popleft()\n",
+                "        self.__dict__.setdefault('_past', []).append(self.in_flight.popleft())\n",
+            ),
+        ),
+    ),
+    "gateway": (
+        bug(
+            "a refusal is kept per request",
+            "scheduler.gateway.gateway",
+            ("        self._refused_by.pop(name, None)\n", ""),
+        ),
+        bug(
+            "a lost pair is kept per request",
+            "scheduler.gateway.gateway",
+            ("        self._lost_on.pop(name, None)\n", ""),
+        ),
+        bug(
+            "the route of an attempt is kept",
+            "scheduler.gateway.gateway",
+            ("        self._routes.pop(key, None)\n", ""),
+        ),
+    ),
+    "storage": (
+        bug(
+            "claimed operations are kept",
+            "kvcache.storage.operation_table",
+            (
+                "        operation.quiet = False\n        if not operation.tasks:\n",
+                "        operation.quiet = False\n        if operation.tasks:\n",
+            ),
+        ),
+        bug(
+            "completions are returned and kept",
+            "kvcache.storage.operation_table",
+            (
+                "        completions, self._completions = self._completions, []\n",
+                "        completions = self._completions\n",
+            ),
+        ),
+    ),
+}
+
+
+def grown(name: str) -> dict[str, tuple[int, int]]:
+    """Return what there is more of after the 20th drain than after the second."""
+    drains = SUBJECTS[name]()
+    next(drains)
+    before = census(next(drains))
+    for _ in range(17):
+        next(drains)
+    return growth(before, census(next(drains)), bound=PER_DRAIN)
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_nothing_grows_with_what_has_ended(name: str) -> None:
+    assert grown(name) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "bug"), [(name, each) for name, bugs in BUGS.items() for each in bugs], ids=str
+)
+def test_what_is_kept_is_found(name: str, bug: Bug) -> None:
+    with planted(bug):
+        assert grown(name)
+
+
+def test_every_bug_fits() -> None:
+    for bugs in BUGS.values():
+        for each in bugs:
+            planted_source(each)
+
+
+def test_a_server_forgets_why_an_aborted_request_ended() -> None:
+    failures: dict[str, str] = {}
+
+    class Engine:
+        def abort(self, request_id: str) -> bool:
+            failures[request_id] = "aborted"  # as nodes do
+            return True
+
+    thread: Any = EngineThread.__new__(EngineThread)
+    thread._engine, thread._failures, thread._active = Engine(), failures, {}
+    thread._end = thread._post = lambda *_: None
+    for number in range(3):
+        delivery: Any = SimpleNamespace(request=Request(str(number), [1], 1))
+        thread._active[str(number)] = delivery
+        thread._abort(delivery)
+    assert failures == {}

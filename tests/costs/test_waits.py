@@ -1,0 +1,54 @@
+"""No call of the cache, the schedulers, the gateway or storage waits; calls are looked at."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+
+from .measure import Operations, measured, waits_of
+from .planting import Bug, planted
+from .subjects import KEY, SUBJECTS, Subject
+from .test_error_paths import Unthreaded, stored
+from .work_bugs import then
+
+WORKERS: Final = "kvcache.storage.workers"
+
+
+def storage_calls() -> Operations:
+    """Every call of storage that its caller must not wait in."""
+    storage = Unthreaded()
+    operation = yield "store", lambda: storage.store([KEY], [stored(1)], timeout_s=9.0)
+    yield "poll", storage.poll
+    yield "fenced", lambda: storage.fenced(operation)
+    yield "cancel", lambda: storage.cancel(operation)
+    yield "stats", storage.stats
+
+
+def waits(calls: Operations) -> list[str]:
+    found = measured(calls, waits_of)
+    return [wait for each in found.values() for waited in each for wait in waited]
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=str)
+def test_no_call_waits(subject: Subject) -> None:
+    assert waits(subject.calls(100)) == []
+
+
+def test_no_call_of_storage_waits() -> None:
+    assert waits(storage_calls()) == []
+
+
+BUGS: Final = (
+    then("a poll sleeps", WORKERS, "        now = self._clock()", "time.sleep(0.005)"),
+    then("a poll waits for a report", WORKERS,
+         "            self._num_seen = self._num_done", "self._reported.wait(0.001)"),
+    then("a store sleeps", WORKERS, "        deadline = self._clock() + timeout_s",
+         "time.sleep(0.001)"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_a_wait_is_found(bug: Bug) -> None:
+    with planted(bug):
+        assert waits(storage_calls())
