@@ -278,7 +278,8 @@ class StorageWorkers:
                 self._work()
                 return
             except Exception as error:
-                self._table.errors[type(error).__name__] += 1
+                with self._lock:
+                    self._table.errors[type(error).__name__] += 1
 
     def _work(self) -> None:
         """Run tasks until closed. An operation that an error leaves open ends at its deadline."""

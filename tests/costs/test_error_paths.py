@@ -141,8 +141,8 @@ STORAGE_BUGS = {
         bug(
             "a thread does not outlive an error",
             "kvcache.storage.workers",
-            ("            except Exception as error:\n                self._table.errors",
-             "            except TypeError as error:\n                self._table.errors"),
+            ("            except Exception as error:\n                with self._lock:\n",
+             "            except TypeError as error:\n                with self._lock:\n"),
         ),
         bug(
             "a task is taken from the queue before it is made",

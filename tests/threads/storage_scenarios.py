@@ -323,6 +323,24 @@ def storage_closes_stuck(table: ModuleType, code: ModuleType) -> None:
     assert workers.close(timeout_s=SOON_S), "a thread is still there"
 
 
+def storage_errors(table: ModuleType, code: ModuleType) -> None:
+    """Both threads meet errors of their own, and each error is counted."""
+    num_left = [4]
+
+    class FailingTable(table.OperationTable):  # type: ignore[misc, name-defined]
+        def take(self) -> Any:
+            if num_left[0]:
+                num_left[0] -= 1
+                raise MemoryError
+            return super().take()
+
+    code.OperationTable = FailingTable
+    workers = code.StorageWorkers(SlowBackend(0.0), num_threads=2, max_bytes_in_flight=1000)
+    _until_done(workers, [workers.delete([key(1)], timeout_s=SOON_S)])
+    assert workers.close(timeout_s=SOON_S), "a thread is still there"
+    assert workers.stats().errors == {"MemoryError": 4}, workers.stats().errors
+
+
 def storage_parallel(table: ModuleType, code: ModuleType) -> None:
     """A slow backend is called by both threads."""
     backend = SlowBackend(0.003)
@@ -663,6 +681,7 @@ SCENARIOS = [
             storage_ends_at_once,
             storage_stuck,
             storage_closes_stuck,
+            storage_errors,
             storage_parallel,
         )
     ),
