@@ -14,6 +14,7 @@ from radixkv.spec.harness import hypothesis_engine
 from radixkv.spec.harness.engine import Trace, replay
 from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.random_engine import run
+from radixkv.spec.harness.scheduler.configuration import draw_prompt
 from radixkv.spec.harness.scheduler.counts import Books
 from radixkv.spec.harness.scheduler.differential import check_same, draw_requests
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
@@ -212,3 +213,11 @@ def test_a_request_does_not_wait_for_a_block_that_it_does_not_need():
     violation = replay(subject_with(OLD_MATCH), config, trace)
     assert str(violation) == "[Q3 admit-in-policy-order] r4 is admitted before r1"
     assert replay(subject_with(None), config, trace) is None
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_a_prompt_fits_the_smallest_pools(num_blocks: int, block_size: int) -> None:
+    config = {**CONFIG, "num_blocks": num_blocks, "block_size": block_size}
+    lengths = {len(draw_prompt(random.Random(seed).randrange, [], config)) for seed in range(1_000)}
+    assert lengths <= set(range(1, num_blocks * block_size + 3))

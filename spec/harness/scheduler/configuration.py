@@ -60,7 +60,7 @@ def draw_prompt(below: Below, past: Sequence[Sequence[int]], config: Config) -> 
     # such prompts would be too many steps of copies.
     if "write" not in config and not below(16):
         half = size * config["num_blocks"] // 2
-        length = half + below(half)
+        length = half + below(max(half, 1))
     length = max(1, min(length, size * config["num_blocks"] + 2))
     prompt = prompt[:length]
     return prompt + [below(alphabet) for _ in range(length - len(prompt))]
