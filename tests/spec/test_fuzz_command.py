@@ -326,7 +326,8 @@ def test_hypothesis_that_is_not_installed(fuzz: Any, monkeypatch: pytest.MonkeyP
 def test_an_interrupt_ends_with_a_summary(fuzz: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from radixkv.scheduler.fuzz import campaign
 
-    real, finished = campaign.run_part, []
+    real = campaign.run_part
+    finished: list[Any] = []
 
     def run_part(*arguments: Any) -> Any:
         if len(finished) == 2:
