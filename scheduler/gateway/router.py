@@ -76,8 +76,7 @@ class _Node:
         if self.index is not None:
             self.coming[key] = prompt.hashes
             self.num_coming.update(prompt.hashes)
-        else:
-            self.learn(prompt.tokens, prompt.namespace)
+        self.learn(prompt.tokens, prompt.namespace)
 
     def end(self, key: AttemptKey) -> None:
         self.load -= self.lacks.pop(key, 0)
@@ -212,22 +211,16 @@ class Router:
         wanted = _Prompt(tokens, namespace, self._block_size)
         prefill = self._candidates("prefill", self._prefill, wanted, avoided)
         decode = self._candidates("decode", self._decode, wanted, avoided)
-        route = Route(prefill[0].name, decode[0].name)
-        if route in broken:
+        p, d = prefill[0], decode[0]
+        if Route(p.name, d.name) in broken:
             pairs = [(p, d) for p in prefill for d in decode if Route(p.name, d.name) not in broken]
-            if pairs:
-                p, d = min(
-                    pairs,
-                    key=lambda pair: (sum(x.is_avoided for x in pair), sum(x.cost for x in pair)),
-                )
-                route = Route(p.name, d.name)
-        for nodes, candidates, name in (
-            (self._prefill, prefill, route.prefill),
-            (self._decode, decode, route.decode),
-        ):
-            [num_lacking] = [each.num_lacking for each in candidates if each.name == name]
-            nodes[name].begin(key, wanted, num_lacking)
-        return route
+            p, d = min(
+                pairs or [(p, d)],
+                key=lambda pair: (sum(x.is_avoided for x in pair), sum(x.cost for x in pair)),
+            )
+        self._prefill[p.name].begin(key, wanted, p.num_lacking)
+        self._decode[d.name].begin(key, wanted, d.num_lacking)
+        return Route(p.name, d.name)
 
     def _candidates(
         self,

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from uvicorn._types import ASGI3Application
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .limits import ServerLimits
@@ -83,7 +83,7 @@ class Connection(H11Protocol):
     def __init__(self, connections: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._all = connections
-        self._app = cast(ASGI3Application, self.app)
+        self._app = cast(ASGIApp, self.app)
         self.app = self._answer
         self._deadline: asyncio.TimerHandle | None = None
         self._is_counted = False

@@ -52,7 +52,8 @@ def serve_nodes(
     Tokens come as the decode nodes generate them if the nodes were made with ``stream``, otherwise
     all together. A request that fails on all nodes raises `HandoffFailedError`; so does one of
     which another attempt, after the loss of a node, generates other tokens than were told.
-    `AsyncEngine.call` and observers have no use here: there is no `Engine`.
+    There is no `Engine`: observers have no use here, and what `AsyncEngine.call` passes to a
+    function is not one.
 
     Args:
         nodes: the nodes, which only the thread of the result may use from now on.
