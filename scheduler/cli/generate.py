@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,19 @@ from ...kvcache.storage.urls import namespace_digits
 from ..engine import Engine, make_storage_namespace
 from ..errors import HandoffFailedError, NodesFailedError
 from ..handoff import Timing
-from ..models import load_config, load_model, load_tokenizer, model_dtype
+from ..models import load_config, load_model, model_dtype
 from ..models.weights_digest import weights_digest
 from ..nodes import DecodeEngine, Disaggregated, PrefillEngine
 from ..nodes.transport import InProcessExchange, InProcessTransport
-from ..request import Request, RequestStatus, SamplingParams
-from ..serving import GenerationParams
+from ..request import SamplingParams, TokenLogprob
+from ..serving import GenerationOutput, GenerationParams
 from ..terminal.console import table
+from ..text import Guided, TextTokenizer
+from .completions import Completions
 from .errors import BadInputError
 from .kv_events import publishing
 from .options.common import check_memory, host_tier, reserve_tokens
-from .options.generate import SAMPLING, check
+from .options.generate import GUIDED, SAMPLING, check, option_of_texts
 from .output import check_destination, describe_node, describe_storage, emit
 from .prompts import Sizes, choose_sizes, prompts_failed, read_prompts
 from .startup import report_on_stderr
@@ -46,21 +48,30 @@ def run(arguments: argparse.Namespace) -> int:
     params = GenerationParams(
         arguments.max_new_tokens,
         _sampling_params(arguments),
+        stop=arguments.stop,
         stop_token_ids=arguments.stop_token_ids,
         ignore_eos=arguments.ignore_eos,
         n=arguments.n,
         logprobs=arguments.logprobs,
         prompt_logprobs=arguments.prompt_logprobs,
+        guided=_guided(arguments),
     )
+    load, tokenizer = cache(_load_tokenizer), None
+    option = option_of_texts(arguments)
+    if option and (tokenizer := load(model_dir)) is None:
+        raise BadInputError(f"{option} needs a tokenizer, but {model_dir} has no tokenizer.json")
     prompts = read_prompts(
-        Path(arguments.prompts), vocab_size=config.vocab_size, encode=_make_encoder(model_dir)
+        Path(arguments.prompts),
+        vocab_size=config.vocab_size,
+        encode=partial(_encode, load, model_dir),
     )
     sizes = choose_sizes(arguments, prompts, config, _itemsize(arguments, model_dir))
     requests = [
         request
         for index, prompt in enumerate(prompts)
-        for request in params.make_requests(str(index), prompt, None, config.eos_token_ids)
+        for request in params.make_requests(str(index), prompt, tokenizer, config.eos_token_ids)
     ]
+    completions = Completions(requests, tokenizer, arguments.stop)
     if not arguments.disaggregate:
         complete = complete_with_engine
     elif arguments.transport == "inprocess":
@@ -71,19 +82,50 @@ def run(arguments: argparse.Namespace) -> int:
         complete = complete_on_nodes
     try:
         with report_on_stderr():
-            stats = complete(arguments, requests, sizes)
+            stats = complete(arguments, completions, sizes)
     except NodesFailedError as error:
-        if any(request.status is RequestStatus.FINISHED for request in requests):
-            _emit_partial(arguments, requests, error)
+        if any(map(completions.is_complete, requests)):
+            _emit_partial(arguments, completions, error)
         raise
-    outputs = [[int(token) for token in request.output_tokens] for request in requests]
-    parts: list[Any] = [json.dumps(tokens) for tokens in outputs]
+    outputs = completions.outputs()
+    results = _describe(arguments, outputs) | {"stats": stats}
+    parts: list[Any] = [_line(arguments, output) for output in outputs]
     if stats:  # nodes of a gateway print their own
         rows = [(name, str(value)) for name, value in _flatten(stats)]
         parts += ["", table((), rows)]
-    results = {"outputs": _by_prompt(arguments, outputs), "stats": stats}
-    emit(arguments.json, results | _logprobs(arguments, requests), *parts)
+    emit(arguments.json, results, *parts)
     return 0
+
+
+def _describe(
+    arguments: argparse.Namespace, outputs: Sequence[GenerationOutput | None]
+) -> dict[str, Any]:
+    """Return what was asked for of all outputs, for JSON; None for those that have failed."""
+    tokens = [None if output is None else list(output.token_ids) for output in outputs]
+    results = {"outputs": _by_prompt(arguments, tokens)}
+    if option_of_texts(arguments):
+        texts = [None if output is None else output.text for output in outputs]
+        results["texts"] = _by_prompt(arguments, texts)
+    if arguments.logprobs is not None:
+        records = [None if output is None else _records(output.logprobs) for output in outputs]
+        results["logprobs"] = _by_prompt(arguments, records)
+    if arguments.prompt_logprobs is not None:
+        firsts = outputs[:: arguments.n]
+        results["prompt_logprobs"] = [
+            None if output is None else _records(output.prompt_logprobs) for output in firsts
+        ]
+    return results
+
+
+def _records(records: Sequence[TokenLogprob | None] | None) -> list[dict[str, Any] | None]:
+    return [None if each is None else each._asdict() for each in records or ()]
+
+
+def _line(arguments: argparse.Namespace, output: GenerationOutput | None) -> str:
+    """Return an output as a line of JSON: its text if options are about texts, or its tokens."""
+    if output is None:
+        return json.dumps(None)
+    return json.dumps(output.text if option_of_texts(arguments) else output.token_ids)
 
 
 def _by_prompt(arguments: argparse.Namespace, values: Sequence[Any]) -> list[Any]:
@@ -94,42 +136,28 @@ def _by_prompt(arguments: argparse.Namespace, values: Sequence[Any]) -> list[Any
     return [list(values[first : first + n]) for first in range(0, len(values), n)]
 
 
-def _logprobs(arguments: argparse.Namespace, requests: Sequence[Request]) -> dict[str, Any]:
-    """Return the log probabilities that were asked for, of the first samples for prompts."""
-    results: dict[str, Any] = {}
-    if arguments.logprobs is not None:
-        found = [[each._asdict() for each in request.output_logprobs] for request in requests]
-        results["logprobs"] = _by_prompt(arguments, found)
-    if arguments.prompt_logprobs is not None:
-        results["prompt_logprobs"] = [
-            [None if each is None else each._asdict() for each in request.prompt_records]
-            for request in requests[:: arguments.n]
-        ]
-    return results
-
-
 def _emit_partial(
-    arguments: argparse.Namespace, requests: Sequence[Request], error: NodesFailedError
+    arguments: argparse.Namespace, completions: Completions, error: NodesFailedError
 ) -> None:
     """Print what is complete, with null for the other prompts, and a reason for each of them."""
     reasons = error.failures if isinstance(error, HandoffFailedError) else {}
-    outputs: list[list[int] | None] = []
-    failures = {}
-    for request in requests:
-        if request.status is RequestStatus.FINISHED:
-            outputs.append([int(token) for token in request.output_tokens])
-        else:
-            outputs.append(None)
-            failures[request.request_id] = reasons.get(request.request_id, str(error))
-    by_prompt = _by_prompt(arguments, outputs)
-    results = {"outputs": by_prompt, "failures": failures, "stats": {}}
-    emit(arguments.json, results, *map(json.dumps, outputs))
+    failures = {
+        request.request_id: reasons.get(request.request_id, str(error))
+        for request in completions
+        if not completions.is_complete(request)
+    }
+    outputs = [
+        output if completions.is_complete(request) else None
+        for request, output in zip(completions, completions.outputs(), strict=True)
+    ]
+    results = _describe(arguments, outputs) | {"failures": failures, "stats": {}}
+    emit(arguments.json, results, *(_line(arguments, output) for output in outputs))
     for request_id, reason in failures.items():
         print(f"radixkv: prompt {request_id}: {reason}", file=sys.stderr)
 
 
 def complete_with_engine(
-    arguments: argparse.Namespace, requests: Sequence[Request], sizes: Sizes
+    arguments: argparse.Namespace, requests: Completions, sizes: Sizes
 ) -> dict[str, Any]:
     """Complete all requests with one engine, and return its statistics.
 
@@ -158,7 +186,8 @@ def complete_with_engine(
         try:
             for request in requests:
                 engine.add_request(request)
-            engine.run()
+            while engine.has_work:
+                requests.step(engine)
         finally:
             engine.close()
         stats = asdict(engine.stats())
@@ -169,7 +198,7 @@ def complete_with_engine(
 
 
 def complete_in_process(
-    arguments: argparse.Namespace, requests: Sequence[Request], sizes: Sizes
+    arguments: argparse.Namespace, requests: Completions, sizes: Sizes
 ) -> dict[str, Any]:
     """Complete all requests with nodes in this process, and return the statistics of each.
 
@@ -207,13 +236,15 @@ def complete_in_process(
         nodes = Disaggregated(
             [make(PrefillEngine, f"prefill-{i}") for i in range(arguments.prefill or 1)],
             [make(DecodeEngine, f"decode-{i}", **generation) for i in range(arguments.decode or 1)],
+            stream=requests.has_stop,
         )
         try:
             for request in requests:
                 nodes.add_request(request)
-            nodes.run()
-            if nodes.failures:
-                raise prompts_failed(nodes.failures)
+            while nodes.has_work:
+                requests.step(nodes)
+            if failures := requests.failures(nodes.failures):
+                raise prompts_failed(failures)
         finally:
             nodes.close()  # stores what is still on its way to storage
         return {name: describe_node(stats, storages[name]) for name, stats in nodes.stats().items()}
@@ -223,6 +254,13 @@ def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     names = [name.replace("-", "_") for name, _, _ in SAMPLING]
     given = {name: getattr(arguments, name) for name in names}
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def _guided(arguments: argparse.Namespace) -> Guided | None:
+    """Return what the texts must be; `check` has refused more than one option."""
+    given = {field: getattr(arguments, option) for option, field in GUIDED.items()}
+    given = {field: value for field, value in given.items() if value is not None}
+    return Guided(**given) if given else None
 
 
 def _itemsize(arguments: argparse.Namespace, model_dir: Path) -> int:
@@ -237,20 +275,18 @@ def _itemsize(arguments: argparse.Namespace, model_dir: Path) -> int:
     return model_dtype(model_dir, dtype).itemsize
 
 
-def _make_encoder(model_dir: Path) -> Callable[[str], list[int]]:
-    """Return a function from a string to token ids, which loads the tokenizer at its first call."""
-    load = cache(load_tokenizer)
+def _load_tokenizer(model_dir: Path) -> TextTokenizer | None:
+    return TextTokenizer(model_dir) if (model_dir / "tokenizer.json").exists() else None
 
-    def encode(text: str) -> list[int]:
-        tokenizer = load(model_dir)
-        if tokenizer is None:
-            raise BadInputError(
-                f"expected prompts as lists of token ids, got a string, but {model_dir} has no "
-                "tokenizer.json"
-            )
-        return list(tokenizer.encode(text).ids)
 
-    return encode
+def _encode(load: Callable[[Path], TextTokenizer | None], model_dir: Path, text: str) -> list[int]:
+    """Return the token ids of a text; the tokenizer is loaded for the first one."""
+    if (tokenizer := load(model_dir)) is None:
+        raise BadInputError(
+            f"expected prompts as lists of token ids, got a string, but {model_dir} has no "
+            "tokenizer.json"
+        )
+    return tokenizer.encode(text)
 
 
 def _flatten(stats: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

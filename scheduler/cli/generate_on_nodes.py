@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from ..nodes.channel.codec import VERSION
 from ..nodes.open_files import reserve_files
 from ..nodes.processes import NodeProcesses
 from ..nodes.remote_nodes import RemoteNodes
-from ..request import Request
+from .completions import Completions
 from .errors import BadInputError
 from .output import ProgressBar
 from .prompts import Sizes, prompts_failed
@@ -30,7 +30,7 @@ _STORAGE: Final = "RADIXKV_STORAGE"
 
 
 def complete_on_nodes(
-    arguments: argparse.Namespace, requests: Sequence[Request], sizes: Sizes
+    arguments: argparse.Namespace, requests: Completions, sizes: Sizes
 ) -> dict[str, Any]:
     """Complete all requests, and return the statistics of each node that was started here.
 
@@ -90,7 +90,7 @@ def open_gateway(address: str, secret: Secret | None) -> ZmqChannel:
 
 def _serve(
     arguments: argparse.Namespace,
-    requests: Sequence[Request],
+    requests: Completions,
     channel: ZmqChannel,
     check_processes: Callable[[], None] = lambda: None,
 ) -> None:
@@ -101,19 +101,20 @@ def _serve(
         block_size=arguments.block_size,
         model=load_config(arguments.model_dir).name,
         silence_s=SILENCE_S,
+        stream=requests.has_stop,
     )
     with ProgressBar(quiet=False) as progress:
         wait_for(nodes, arguments, timeout_s, check_processes)
         for request in requests:
             nodes.add_request(request)
         while nodes.has_work:
-            nodes.step()
+            requests.step(nodes)
             check_processes()
             nodes.check(timeout_s)
             without = f" without {' and '.join(nodes.gone)}" if nodes.gone else ""
             progress(f"completing prompts{without}", len(requests) - nodes.num_open, len(requests))
-    if nodes.failures:
-        raise prompts_failed(nodes.failures)
+    if failures := requests.failures(nodes.failures):
+        raise prompts_failed(failures)
 
 
 def wait_for(

@@ -29,6 +29,9 @@ from .common import (
 MAX_LOGPROBS: Final = 20
 """That of `request`, which is not imported for its size."""
 
+GUIDED: Final = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""Options of guided outputs, each with its field of `Guided`."""
+
 SAMPLING: Final[tuple[tuple[str, type, str], ...]] = (
     ("temperature", float, "divisor of the logits (default: 0, the most likely token)"),
     ("top-k", int, "draw from the N most likely tokens (default: 0, all)"),
@@ -99,6 +102,14 @@ def add_parser(commands: Commands) -> None:
         metavar="N",
         help="tokens that end a completion, which stay in it",
     )
+    sampling.add_argument(
+        "--stop",
+        nargs="+",
+        default=(),
+        metavar="TEXT",
+        help="texts that end a completion, which is cut before the first of them; then the texts "
+        "are printed, not the tokens. Needs a tokenizer",
+    )
     for option, what in (("--logprobs", "output"), ("--prompt-logprobs", "prompt")):
         sampling.add_argument(
             option,
@@ -107,6 +118,7 @@ def add_parser(commands: Commands) -> None:
             help=f"write the log probability of each {what} token, and of the N most likely ones, "
             "to the file of --json",
         )
+    _add_guided(parser.add_argument_group("guided outputs, printed as texts; one of"))
     add_kv_events(parser)
     tiers = parser.add_argument_group("tiers and preemption")
     add_host_tier(tiers, "blocks of --block-size tokens")
@@ -162,6 +174,24 @@ def add_sampling(group: Options) -> None:
         group.add_argument(f"--{name}", type=type_, metavar=metavar, help=what)
 
 
+def _add_guided(group: Options) -> None:
+    """Add an option for each field of `Guided`."""
+    group.add_argument(
+        "--json-schema", metavar="JSON", help="each output is JSON of this schema, given as text"
+    )
+    group.add_argument("--regex", metavar="EXPR", help="each output matches a regular expression")
+    group.add_argument("--choice", nargs="+", metavar="TEXT", help="each output is one of these")
+    group.add_argument(
+        "--grammar", metavar="LARK", help="each output is of a grammar in llguidance's Lark"
+    )
+
+
+def option_of_texts(arguments: argparse.Namespace) -> str:
+    """Return the first option that is about the texts of outputs; empty if none is given."""
+    names = [name for name in ("stop", *GUIDED) if getattr(arguments, name) not in (None, ())]
+    return f"--{names[0].replace('_', '-')}" if names else ""
+
+
 def check(arguments: argparse.Namespace) -> None:
     """Reject options that exclude or need each other.
 
@@ -173,6 +203,10 @@ def check(arguments: argparse.Namespace) -> None:
     check_nodes(arguments)
     check_excludes(arguments, "--disaggregate", "--logprobs", "--prompt-logprobs")
     check_needs(arguments, "--json", "--logprobs", "--prompt-logprobs")
+    guided = [f"--{name.replace('_', '-')}" for name in GUIDED]
+    check_excludes(arguments, "--disaggregate", *guided, hint=": nodes do not guide outputs")
+    for place, option in enumerate(guided):
+        check_excludes(arguments, option, *guided[place + 1 :])
     if arguments.transport == "inprocess" and arguments.timeout_s is not None:
         raise BadInputError("--timeout-s cannot be combined with --transport inprocess")
 

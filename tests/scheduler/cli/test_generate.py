@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import tokenizers
 
 from radixkv.scheduler import request
 from radixkv.scheduler.cli.options import generate as generate_options
-from radixkv.scheduler.models import load_config
+from radixkv.scheduler.models import load_config, make_tiny_checkpoint
+from radixkv.scheduler.text import TextTokenizer
 
+from ...tokenizers import add_tokenizer
 from .generating import without_compiling
 
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 20, [1, 2, 3, 4, 5, 6]]
@@ -243,6 +246,13 @@ def test_a_stop_token_ends_a_completion(radixkv: Any, model_dir: Path, prompts: 
             ["--json", "-", "--disaggregate", "--prompt-logprobs", 1],
             "--prompt-logprobs cannot be combined with --disaggregate",
         ),
+        (
+            ["--disaggregate", "--regex", "a"],
+            "--regex cannot be combined with --disaggregate: nodes do not guide outputs",
+        ),
+        (["--choice", "a", "--grammar", "b"], "--grammar cannot be combined with --choice"),
+        (["--json-schema", "{}", "--regex", ""], "--regex cannot be combined with --json-schema"),
+        (["--stop", "a", ""], "stop must be strings that are not empty, got ['a', '']"),
         (["--min-tokens", 2], "min_tokens must be at most max_tokens 1, got 2"),
     ],
 )
@@ -253,6 +263,93 @@ def test_bad_values_are_refused_by_name_and_number(
     assert outcome.status == 2
     see = " (see `radixkv generate --help`)" if message.startswith("argument") else ""
     assert outcome.stderr == f"radixkv: {message}{see}\n"
+
+
+@pytest.fixture(scope="session")
+def text_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a tokenizer, which no test changes."""
+    directory = tmp_path_factory.mktemp("text_model")
+    make_tiny_checkpoint(directory, "qwen3", overrides={"vocab_size": 350})  # 340 have text
+    add_tokenizer(directory)
+    return directory
+
+
+TEXTS = ["the cache holds", "a prefix", "the values of the tokens"]
+
+
+@pytest.fixture
+def of_texts(text_model_dir: Path, tmp_path: Path) -> list[object]:
+    """The arguments that complete texts."""
+    path, sizes = _write(tmp_path, TEXTS), ["--token-budget", 8, "--device-blocks", 24]
+    arguments = ["generate", text_model_dir, "--prompts", path, "--max-new-tokens", 24]
+    return [*arguments, *sizes, "--block-size", 4]
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [
+        pytest.param([], id="one engine"),
+        pytest.param(["--disaggregate", "--transport", "inprocess"], id="in process"),
+        pytest.param(["--disaggregate"], id="processes", marks=pytest.mark.slow),
+    ],
+)
+def test_texts_end_before_a_stop_string(
+    radixkv: Any, of_texts: list[object], text_model_dir: Path, apart: list[str]
+) -> None:
+    """With one engine as on nodes: those of whole texts, cut, and the tokens that have them."""
+    drawn = ["--temperature", 1.5, "--seed", 3, "--n", 2, "--ignore-eos"]
+    tokenizer = TextTokenizer(text_model_dir)
+    whole = json.loads(radixkv(*of_texts, *drawn, "--json", "-").stdout)
+    assert "texts" not in whole
+    outputs = [tokens for samples in whole["outputs"] for tokens in samples]
+    texts = [tokenizer.decode(tokens) for tokens in outputs]
+    stop = [texts[0][3:5], texts[4][-2:], "no text has this"]
+    outcome = radixkv(*of_texts, *drawn, *apart, "--stop", *stop, "--json", "-")
+    assert outcome.status == 0, outcome.stderr
+    results = json.loads(outcome.stdout)
+    cut = [text for samples in results["texts"] for text in samples]
+    short = [tokens for samples in results["outputs"] for tokens in samples]
+    ends = [min([text.find(each) for each in stop if each in text], default=None) for text in texts]
+    assert cut == [text[:end] for text, end in zip(texts, ends, strict=True)]
+    assert sum(end is not None for end in ends) >= 2
+    for tokens, kept, end in zip(outputs, short, ends, strict=True):
+        assert kept == tokens[: len(kept)]
+        if end is None:
+            assert kept == tokens
+        else:  # the last token has the end of the string
+            found = [any(each in tokenizer.decode(kept[:n]) for each in stop) for n in (-1, None)]
+            assert found == [False, True]
+
+
+def test_outputs_are_guided_and_printed_as_lines(radixkv: Any, of_texts: list[object]) -> None:
+    schema = '{"enum": ["x", 12], "x-guidance": {"whitespace_flexible": false}}'
+    for options, expression in (
+        (["--choice", "the keys", 'a "word"'], 'the keys|a "word"'),
+        (["--regex", r"(the|a) cache( holds){1,3}!"], r"(the|a) cache( holds){1,3}!"),
+        (["--json-schema", schema], r'"x"|12'),
+        (["--grammar", 'start: "<" inner ">"\ninner: /[ab]{2,4}/'], "<[ab]{2,4}>"),
+    ):
+        outcome = radixkv(*of_texts, *options)
+        assert outcome.status == 0, outcome.stderr
+        lines = [json.loads(line) for line in outcome.stdout.splitlines()[: len(TEXTS)]]
+        assert all(re.fullmatch(expression, text) for text in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--stop", "a"), ("--json-schema", "{}"), ("--choice", "a")]
+)
+def test_texts_without_a_tokenizer_are_refused(
+    radixkv: Any, model_dir: Path, prompts: Path, option: str, value: str
+) -> None:
+    outcome = radixkv("generate", model_dir, "--prompts", prompts, *SMALL, option, value)
+    text = f"radixkv: {option} needs a tokenizer, but {model_dir} has no tokenizer.json\n"
+    assert (outcome.status, outcome.stderr) == (2, text)
+
+
+def test_a_schema_that_is_none_is_refused(radixkv: Any, of_texts: list[object]) -> None:
+    outcome = radixkv(*of_texts, "--json-schema", "{")
+    assert outcome.status == 2
+    assert outcome.stderr.startswith("radixkv: guided json is not a JSON schema: ")
 
 
 def test_the_limit_of_log_probabilities_is_that_of_requests() -> None:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import pytest
 
 from radixkv.scheduler.cli import generate, generate_on_nodes, nodes
+from radixkv.scheduler.cli.completions import Completions
 from radixkv.scheduler.cli.errors import BadInputError
 from radixkv.scheduler.cli.main import build_parser
 from radixkv.scheduler.cli.nodes import make_timing
@@ -28,7 +29,7 @@ from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.nodes.node import NodeEngine
 from radixkv.scheduler.nodes.processes import NodeProcesses
 from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
-from radixkv.scheduler.request import Request, RequestStatus
+from radixkv.scheduler.request import RequestStatus
 
 from ...ports import reserved_port
 from .generating import PROMPTS, run, without_compiling
@@ -446,7 +447,7 @@ def test_what_is_complete_is_written_when_nodes_fail(
     whole = [[place, 7] for place in range(len(PROMPTS))]
     reasons = {"1": "the decode node was lost", "2": "nobody knows"}
 
-    def complete(arguments: object, requests: list[Request], sizes: object) -> NoReturn:
+    def complete(arguments: object, requests: Completions, sizes: object) -> NoReturn:
         for request, tokens in zip(requests, whole, strict=True):
             if request.request_id not in reasons:
                 request.status = RequestStatus.FINISHED
