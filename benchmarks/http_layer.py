@@ -1,21 +1,18 @@
 """Measure what the HTTP layer of `radixkv serve` costs beside the engine alone, and print a table.
 
 Run:
-    python benchmarks/http_layer.py [--step-ms 0,12,24] [--rounds N]
-    python benchmarks/http_layer.py --aiperf PATH [--rounds N] [--layers N]
+    python benchmarks/http_layer.py [--step-ms 0,12,24] [--rounds N] [--aiperf PATH]
 
 In turns, 64 chats at a time come from tasks in the process of an `AsyncEngine`, and as streams of
 chunks over HTTP from another process. The figures are tokens per second, and the CPU time of the
 server's process per token, with all its threads; that of the clients is apart. The ratio of CPU
 times does not depend on what else the machine does.
 
-Without ``--aiperf``, the engine computes no model: each step sleeps for the time of one, and gives
-a token to each request. So the CPU time is that of the layer, and the throughput that beside a
-model on a device. The client reads chunks and does not parse them.
-
-With it, the engine has a random model and runs on core A, and the client is AIPerf on core B. It
-is not installed with radixkv: give the path of its command. It needs no network: the tokenizer is
-a local directory.
+The engine computes no model: each step sleeps for the time of one on a device, and gives a token to
+each request. So the CPU time is that of the layer. A model on a CPU would compete with HTTP for
+the core. The client reads chunks and does not parse them; with ``--aiperf``, it is AIPerf, which
+does. AIPerf is not installed with radixkv: give the path of its command. It needs no network: the
+tokenizer is a local directory.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import sys
 import tempfile
@@ -55,7 +51,7 @@ class Turn:
         tokens: generated tokens.
         wall_s, cpu_s: elapsed time, and CPU time of the server's process.
         engine_s: of it, that of the engine's thread.
-        steps: steps of an engine without a model.
+        steps: steps of the engine.
         chunks, client_s: chunks that an HTTP client read, and its own CPU time.
     """
 
@@ -164,7 +160,7 @@ class Measured:
 
     Attributes:
         num_prompt: length of the prompts of `bare`.
-        num_steps: counts the steps of an engine without a model.
+        num_steps: counts the steps of the engine.
     """
 
     def __init__(self, engine: AsyncEngine, directory: Path, url: str, num_new: int) -> None:
@@ -212,18 +208,18 @@ class Measured:
 
         return await self._measure(clients)
 
-    async def aiperf(self, path: str, core: int, num_chats: int, index: int) -> Turn:
+    async def aiperf(self, path: str, num_chats: int) -> Turn:
         """Let AIPerf do the same."""
-        artifacts = self.directory / f"aiperf-{index}"
+        artifacts = Path(tempfile.mkdtemp(dir=self.directory))
         command = [
-            *("taskset", "-c", str(core), path, "profile", "--model", "tiny"),
+            *(path, "profile", "--model", "tiny"),
             *("--url", self.url, "--endpoint-type", "chat", "--streaming"),
             *("--tokenizer", str(self.directory), "--concurrency", str(STREAMS)),
             *("--request-count", str(num_chats), "--isl", str(PROMPT_TOKENS)),
             *("--osl", str(self.num_new), "--extra-inputs", "ignore_eos:true"),
             *("--workers-max", "1", "--record-processors", "1", "--ui", "none"),
-            *("--output-artifact-dir", str(artifacts), "--random-seed", str(index)),
-            *("--use-server-token-count",),
+            *("--output-artifact-dir", str(artifacts), "--random-seed", "0"),
+            *("--use-server-token-count", "--no-server-metrics"),
         ]
 
         async def clients() -> dict[str, float]:
@@ -269,32 +265,28 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--aiperf", metavar="PATH")
-    parser.add_argument("--step-ms", default="12,24", help="times of a step, without a model")
+    parser.add_argument("--step-ms", default="12,24", help="times of a step")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--chats", type=int, default=256, help="chats per turn")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--cores", default="0,1", help="of the server and of AIPerf")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        if options.aiperf is None:
-            steps_ms = [float(each) for each in options.step_ms.split(",")]
-            asyncio.run(measure_paced(Path(directory), options, steps_ms))
-        else:
-            os.sched_setaffinity(0, {int(options.cores.split(",")[0])})
-            asyncio.run(measure_model(Path(directory), options))
+        asyncio.run(measure(Path(directory), options))
     return 0
 
 
-async def measure_paced(
-    directory: Path, options: argparse.Namespace, steps_ms: list[float]
-) -> None:
-    """Compare without a model, with steps of several times."""
+async def measure(directory: Path, options: argparse.Namespace) -> None:
+    """Compare, with steps of several times."""
     from radixkv.scheduler import AsyncEngine
     from radixkv.scheduler.text import TextTokenizer
 
-    make_model(directory, {"vocab_size": VOCABULARY})
+    sys.path.insert(0, str(SYSTEM_MODULES))
+    from radixkv.scheduler.models import make_tiny_checkpoint
+    from tests.tokenizers import add_tokenizer
+
+    make_tiny_checkpoint(directory, "qwen3", overrides={"vocab_size": VOCABULARY})
+    # AIPerf's library is stricter about the tokenizer's configuration than radixkv.
+    add_tokenizer(directory, eos_token="</s>", tokenizer_class="PreTrainedTokenizerFast")
     tokenizer = TextTokenizer(directory)
     # Each token is whole characters, and so a chunk, as with a real model.
     texts = {token: tokenizer.decode([token]) for token in range(VOCABULARY)}
@@ -303,52 +295,20 @@ async def measure_paced(
     engine = AsyncEngine(cast(Any, paced), tokenizer)
     print(describe_machine(), flush=True)
 
-    async def measure(measured: Measured) -> None:
+    async def measure_steps(measured: Measured) -> None:
+        async def client(num_chats: int) -> Turn:
+            if options.aiperf is None:
+                return await measured.http(num_chats)
+            return await measured.aiperf(options.aiperf, num_chats)
+
         measured.num_steps = lambda: paced.steps
-        await measured.http(STREAMS)  # warm-up
-        for step_ms in steps_ms:
-            paced.step_s = step_ms / 1e3
-            print(f"steps of {step_ms:g} ms and more:", flush=True)
-            await compare(measured.bare, measured.http, options)
+        await client(STREAMS)  # warm-up
+        for step_ms in options.step_ms.split(","):
+            paced.step_s = float(step_ms) / 1e3
+            print(f"steps of {step_ms} ms and more:", flush=True)
+            await compare(measured.bare, client, options)
 
-    await with_server(engine, directory, options.new_tokens, measure)
-
-
-async def measure_model(directory: Path, options: argparse.Namespace) -> None:
-    """Compare with a random model, and AIPerf."""
-    import radixkv
-
-    sizes: dict[str, Any] = {
-        "hidden_size": options.hidden,
-        "intermediate_size": 3 * options.hidden,
-        "num_hidden_layers": options.layers,
-        "vocab_size": VOCABULARY,
-    }
-    make_model(directory, sizes)
-    llm = radixkv.LLM(directory, max_model_len=1024, max_running=STREAMS, num_blocks=8192)
-    print(f"{describe_machine()}; {llm.sizes}", flush=True)
-    core, numbers = int(options.cores.split(",")[1]), iter(range(options.rounds))
-
-    async def measure(measured: Measured) -> None:
-        await measured.bare(STREAMS)  # warm-up
-
-        async def aiperf(num_chats: int) -> Turn:
-            return await measured.aiperf(options.aiperf, core, num_chats, next(numbers))
-
-        await compare(measured.bare, aiperf, options)
-
-    await with_server(llm.serve(), directory, options.new_tokens, measure)
-
-
-def make_model(directory: Path, sizes: dict[str, Any]) -> None:
-    """Make a random model, whose tokenizer is the tests'."""
-    sys.path.insert(0, str(SYSTEM_MODULES))
-    from radixkv.scheduler.models import make_tiny_checkpoint
-    from tests.tokenizers import add_tokenizer
-
-    make_tiny_checkpoint(directory, "qwen3", overrides=sizes)
-    # AIPerf's library is stricter about the tokenizer's configuration than radixkv.
-    add_tokenizer(directory, eos_token="</s>", tokenizer_class="PreTrainedTokenizerFast")
+    await with_server(engine, directory, options.new_tokens, measure_steps)
 
 
 async def with_server(
