@@ -36,7 +36,7 @@ def test_a_design_is_clean_under_its_promises(design: Any, depth: Depth) -> None
         assert min(result.situations[each] for each in ("hit", "refused", "resumed")) > 10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_depth
 @every_design
 def test_a_design_is_clean_for_long(design: Any, depth: Depth) -> None:

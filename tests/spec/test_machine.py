@@ -139,15 +139,20 @@ HANDOFF_BUGS_HUNTED = 10
 HANDOFF_STEPS = 30_000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["cache", "pool", "tiers", "scheduler"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        *(pytest.param(what, marks=pytest.mark.slow) for what in ("cache", "pool", "scheduler")),
+        pytest.param("tiers", marks=pytest.mark.nightly),
+    ],
+)
 def test_at_equal_steps_a_machine_kills_as_many_bugs_as_the_random_driver(what: What) -> None:
     bugs = [bug for bug in (*CACHE_BUGS, *TIER_BUGS, *SCHEDULER_BUGS) if bug.world == what]
     survivors = compare(bugs, lambda bug: nullcontext(subject_of(bug, "full")), GATE_BUGS)
     assert len(survivors) <= GATE_BUGS / 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_so_does_the_machine_of_the_hand_off() -> None:
     @contextmanager
     def plant(bug: HandoffBug) -> Iterator[Subject]:
@@ -156,6 +161,16 @@ def test_so_does_the_machine_of_the_hand_off() -> None:
 
     survivors = compare(HANDOFF_BUGS, plant, HANDOFF_BUGS_HUNTED, HANDOFF_STEPS)
     assert len(survivors) <= HANDOFF_BUGS_HUNTED / 5
+
+
+def test_machines_of_tiers_and_hand_off_find_a_bug() -> None:
+    """What is left for each commit of the two gates that take minutes."""
+    [of_tiers] = [bug for bug in TIER_BUGS if bug.name == "operations are handed out twice"]
+    assert hypothesis_engine.run(subject_of(of_tiers, "full"), 0, 3_000).finding is not None
+    [of_handoff] = [bug for bug in HANDOFF_BUGS if bug.name == "D publishes nothing"]
+    with planted(of_handoff) as package:
+        finding = hypothesis_engine.run(handoff_subject_of(package), 0, 3_000).finding
+    assert finding is not None and finding.rule.endswith("hit-is-due")
 
 
 def compare(

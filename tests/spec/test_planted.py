@@ -17,6 +17,7 @@ from radixkv.spec.rules.events import K9
 from radixkv.spec.rules.rule import RULES
 from radixkv.spec.rules.scheduler import Q29
 
+from ..profiles import PROFILE
 from .planted.__main__ import TABLES
 from .planted.cache_bugs import CACHE_BUGS
 from .planted.change_bugs import MANY_AT_ONCE
@@ -30,6 +31,7 @@ from .planted.tiered_scheduler_bugs import TIERED_SCHEDULER_BUGS
 TABLES_OF_DOCS = Path(__file__).parents[2] / "docs" / "specification"
 KILLS = TABLES_OF_DOCS / "kills.jsonl"
 MAX_STEPS = 50_000
+NUM_SEEDS = 3 if PROFILE == "nightly" else 1
 
 ALL_BUGS = (*CACHE_BUGS, *SCHEDULER_BUGS, *TIERED_SCHEDULER_BUGS)
 
@@ -45,7 +47,7 @@ def kills() -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", CACHE_BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
-    for seed in range(3):
+    for seed in range(NUM_SEEDS):
         result = run(subject_of(bug, "full"), seed, MAX_STEPS)
         assert result.finding is not None, f"seed {seed}: survives {result.num_steps} steps"
 

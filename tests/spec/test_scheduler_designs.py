@@ -30,7 +30,7 @@ def test_a_design_is_clean_under_its_promises(design: type[Toy]) -> None:
         check_clean(design, seed, 3_000)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("design", DESIGNS, ids=lambda design: design.__name__)
 def test_a_design_stays_clean(design: type[Toy]) -> None:
     for seed in range(10, 13):
