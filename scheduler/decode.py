@@ -26,6 +26,7 @@ from .handoff import (
     Stop,
     Timing,
 )
+from .handoff.records import unpack_records
 from .interface import Scheduler
 from .policy import Policy
 from .request import Request
@@ -179,6 +180,9 @@ class DecodeScheduler(Scheduler):
         request.num_hit_tokens = commit.hits.device
         request.num_host_hit_tokens = commit.hits.host
         request.num_storage_hit_tokens = commit.hits.storage
+        for record in unpack_records(commit.first_record, [commit.first_token]):
+            request.logprobs = len(record.top)
+            request.output_logprobs.append(record)
         self._batch.add_decoding(request)
         self._keys[request] = start.key
         self._actions.append(Started(start.key, request, start.num_cached_tokens))
@@ -243,9 +247,15 @@ class DecodeScheduler(Scheduler):
 
     # A step
 
-    def update(self, plan: StepPlan, next_tokens: Sequence[int]) -> list[Request]:
-        """Apply the results of the last plan; see `MixedScheduler.update`."""
+    def update(
+        self,
+        plan: StepPlan,
+        next_tokens: Sequence[int],
+        append_logprobs: Callable[[], object] = lambda: None,
+    ) -> list[Request]:
+        """Apply the results of the last plan; see `PrefillScheduler.update`."""
         finished = self._batch.update(plan, next_tokens)
+        append_logprobs()
         for request in plan.requests:
             # One that ended may be in later steps in flight, which use its blocks.
             if request.finish_reason is not None and request.lease is None:

@@ -21,6 +21,7 @@ from .handoff import (
     Timing,
     Withdraw,
 )
+from .handoff.records import pack_records
 from .interface import Scheduler
 from .policy import Policy
 from .request import Request, lease_of
@@ -44,6 +45,7 @@ class _Prompt(Request):
             priority=request.priority,
             sampling=request.sampling,
             namespace=request.namespace,
+            logprobs=request.logprobs,
         )
         self.key = key
         self.peer = peer
@@ -277,8 +279,17 @@ class PrefillScheduler(Scheduler):
             self._side.computed(key, chunk.start + chunk.length, group)
         self._num_written += 1
 
-    def update(self, plan: StepPlan, next_tokens: Sequence[int]) -> list[Request]:
+    def update(
+        self,
+        plan: StepPlan,
+        next_tokens: Sequence[int],
+        append_logprobs: Callable[[], object] = lambda: None,
+    ) -> list[Request]:
         """Apply the results of the last plan: publish, offer, and commit computed prompts.
+
+        Args:
+            plan, next_tokens: see `MixedScheduler.update`.
+            append_logprobs: gives prompts the records of their tokens, before they are committed.
 
         Returns:
             The prompts that are computed, each with its first token; their hand-offs continue.
@@ -290,13 +301,15 @@ class PrefillScheduler(Scheduler):
         while self._num_written < self._num_groups:
             self.wrote(plan, self._num_written)
         finished = self._batch.update(plan, next_tokens)
+        append_logprobs()
         self._num_written = 0
         for request in finished:
             prompt = _as_prompt(request)
             self._forget(prompt)
             device = min(request.num_hit_tokens, request.num_prompt_tokens - 1)
             hits = Hits(device, request.num_host_hit_tokens, request.num_storage_hit_tokens)
-            self._side.sampled(prompt.key, request.output_tokens[0], hits)
+            record = pack_records(request.output_logprobs)
+            self._side.sampled(prompt.key, request.output_tokens[0], hits, record)
         self._apply_actions()
         deferred, self._deferred = self._deferred, []
         for call in deferred:

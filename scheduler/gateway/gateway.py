@@ -11,7 +11,8 @@ from ...kvcache import RequestTooLargeError
 from ..errors import RequestError, RoutingError
 from ..handoff.gateway_messages import CacheUpdate
 from ..handoff.messages import AttemptKey, Hits, NodeId
-from ..request import Request, RequestStatus
+from ..handoff.records import max_tokens
+from ..request import Request, RequestStatus, TokenLogprob
 from .retries import Answer, Begin, Cancel, RequestRetrier
 from .router import Route, Router
 
@@ -114,15 +115,22 @@ class Gateway:
         """Add a request.
 
         Raises:
-            RequestError: if it was added before, its id is live, or it asks for log probabilities,
-                which nodes do not send, or has a guide.
+            RequestError: if it was added before, its id is live, or it asks for what nodes do not
+                do: a guide, log probabilities of the prompt, or those of too many tokens.
         """
         if request.guide is not None:
             raise RequestError(f"request {request.request_id!r}: nodes do not guide outputs")
-        if (request.logprobs, request.prompt_logprobs) != (None, None):
+        if request.prompt_logprobs is not None:
             raise RequestError(
-                f"request {request.request_id!r}: nodes send no log probabilities, got logprobs "
-                f"{request.logprobs} and prompt_logprobs {request.prompt_logprobs}"
+                f"request {request.request_id!r}: nodes send no log probabilities of prompts, got "
+                f"prompt_logprobs {request.prompt_logprobs}"
+            )
+        num_top = request.logprobs
+        if num_top is not None and request.max_new_tokens > (most := max_tokens(num_top)):
+            raise RequestError(
+                f"request {request.request_id!r}: nodes send the log probabilities of at most "
+                f"{most} tokens with logprobs {num_top}, got max_new_tokens "
+                f"{request.max_new_tokens}"
             )
         request_id = request.request_id
         if request_id in self._names:
@@ -197,21 +205,46 @@ class Gateway:
         self._router.computed(key)
         self._retrier.started(key)
 
-    def progressed(self, key: AttemptKey, tokens: Sequence[int]) -> None:
+    def progressed(
+        self, key: AttemptKey, tokens: Sequence[int], records: Sequence[TokenLogprob] = ()
+    ) -> None:
         """Note the next tokens of an attempt in progress, after the `num_heard` ones before.
 
         The request gets those that it does not have of an earlier attempt. If the two differ, which
         a client was perhaps told, the request has failed.
+
+        Args:
+            key: the attempt.
+            tokens: the tokens.
+            records: their log probabilities; without those that a request asks for, the attempt has
+                failed.
         """
         request, start = self._requests[key.request_id], self._num_heard[key]
         known = request.output_tokens[start : start + len(tokens)]
-        if self._contradicts(key, known, tokens, start):
+        if self._contradicts(key, known, tokens, start) or self._lacks(key, tokens, records):
             return
         self._num_heard[key] = start + len(tokens)
         for token in tokens[len(known) :]:
             request.append(token)
+        self._take_records(request, records[len(known) :])
         if len(tokens) > len(known):
             self._advanced.append(request)
+
+    def _lacks(
+        self, key: AttemptKey, tokens: Sequence[int], records: Sequence[TokenLogprob]
+    ) -> bool:
+        """Retry an attempt whose tokens come without the log probabilities that were asked for."""
+        is_wanted = self._requests[key.request_id].logprobs is not None
+        if not is_wanted or len(records) == len(tokens):
+            return False
+        reason = f"log probabilities of {len(records)} of {len(tokens)} tokens came"
+        self._retrier.decode_failed(key, reason)
+        self._follow()
+        return True
+
+    def _take_records(self, request: Request, records: Sequence[TokenLogprob]) -> None:
+        if request.logprobs is not None:
+            request.output_logprobs += records
 
     def _contradicts(
         self, key: AttemptKey, known: Sequence[int], tokens: Sequence[int], start: int = 0
@@ -231,14 +264,23 @@ class Gateway:
         return True
 
     def finished(
-        self, key: AttemptKey, tokens: Sequence[int], hits: Hits, num_preemptions: int
+        self,
+        key: AttemptKey,
+        tokens: Sequence[int],
+        hits: Hits,
+        num_preemptions: int,
+        records: Sequence[TokenLogprob] = (),
     ) -> None:
-        """Note that D has generated all tokens of an attempt; the request gets the counts."""
+        """Note that D has generated all tokens of an attempt; the request gets the counts.
+
+        For `records`, see `progressed`.
+        """
         request = self._requests.get(key.request_id)
-        if key in self._num_heard and self._contradicts(
-            key, self._requests[key.request_id].output_tokens, tokens
-        ):
-            return
+        if request is not None and key in self._num_heard:
+            known = request.output_tokens
+            if self._contradicts(key, known, tokens) or self._lacks(key, tokens, records):
+                return
+            self._take_records(request, records[len(request.output_logprobs) :])
         if request is not None:
             request.num_hit_tokens = hits.device
             request.num_host_hit_tokens = hits.host
@@ -303,6 +345,7 @@ class Gateway:
             sampling=original.sampling,
             stop_token_ids=tuple(original.stop_token_ids),
             namespace=original.namespace,
+            logprobs=original.logprobs,
         )
         try:
             busy = [self._refused_by[key.request_id]] if key.request_id in self._refused_by else []

@@ -26,6 +26,7 @@ from ..handoff.gateway_messages import (
     Started,
 )
 from ..handoff.messages import AttemptKey, Message, NodeId
+from ..handoff.records import unpack_records
 from ..request import Request
 from .gateway import Gateway, RunAttempt
 from .remote_node import RemoteNode, refusal_of
@@ -282,7 +283,9 @@ class NetworkGateway:
             return  # a node that was not asked
         elif new.start <= num_heard:
             followed.has_asked = False
-            self._gateway.progressed(new.key, new.tokens[num_heard - new.start :])
+            tokens = new.tokens[num_heard - new.start :]
+            records = unpack_records(new.records, new.tokens)[num_heard - new.start :]
+            self._gateway.progressed(new.key, tokens, records)
         elif not followed.has_asked:
             self._follow_attempt(peer, new.key)
 
@@ -315,8 +318,9 @@ class NetworkGateway:
                 )
             case Started(key):
                 self._gateway.started(key)
-            case Finished(key, tokens, hits, num_preemptions):
-                self._gateway.finished(key, tokens, hits, num_preemptions)
+            case Finished(key, tokens, hits, num_preemptions, packed):
+                records = unpack_records(packed, tokens)
+                self._gateway.finished(key, tokens, hits, num_preemptions, records)
             case DecodeFailed(key, reason):
                 self._gateway.decode_failed(key, reason)
 

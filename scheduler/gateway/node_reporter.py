@@ -26,6 +26,7 @@ from ..handoff.gateway_messages import (
     Started,
 )
 from ..handoff.messages import AttemptKey, Hits, NodeId
+from ..handoff.records import pack_records
 from ..request import Request
 from .resend import ResendQueue
 
@@ -135,14 +136,18 @@ class NodeReporter:
         attempts: list[NewTokens] = []
         room = MAX_PROGRESS_TOKENS
         for key, start in self._followed.items():
-            if tokens := tuple(self._decoding[key].output_tokens[start : start + room]):
-                attempts.append(NewTokens(key, start, tuple(map(int, tokens))))
-                room -= len(tokens)
+            request = self._decoding[key]
+            cost = 1 if request.logprobs is None else 2 + request.logprobs
+            stop = start + room // cost
+            if tokens := tuple(request.output_tokens[start:stop]):
+                records = pack_records(request.output_logprobs[start:stop])
+                attempts.append(NewTokens(key, start, tuple(map(int, tokens)), records))
+                room -= cost * len(tokens)
             if not room or len(attempts) == MAX_PROGRESS_ATTEMPTS:
                 break
         if not attempts:
             return
-        for key, start, tokens in attempts:
+        for key, start, tokens, _ in attempts:
             del self._followed[key]  # the others are first next time
             self._followed[key] = start + len(tokens)
         self._messages.append(Progress(tuple(attempts)))
@@ -164,6 +169,7 @@ def _as_message(report: Report) -> AttemptMessage:
             return Started(key)
         case DecodeFinished(key, request):
             tokens = tuple([int(token) for token in request.output_tokens])
-            return Finished(key, tokens, Hits.of(request), request.num_preemptions)
+            records = pack_records(request.output_logprobs)
+            return Finished(key, tokens, Hits.of(request), request.num_preemptions, records)
         case _:
             return report

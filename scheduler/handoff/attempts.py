@@ -38,7 +38,7 @@ class PrefillAttempt:
         group, chunk_stop: next group of layers to compute, of the chunk that ends at chunk_stop.
         next_block: first block not yet offered, by group.
         sends: SENDs of all parts so far.
-        sampled: first token and P's hits, once the prompt is computed.
+        sampled: first token, P's hits and the token's record, once the prompt is computed.
         refusal: D's last temporary reason.
     """
 
@@ -56,7 +56,7 @@ class PrefillAttempt:
     chunk_stop: int = 0
     next_block: list[int] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
-    sampled: tuple[int, Hits] | None = None
+    sampled: tuple[int, Hits, bytes] | None = None
     commit: Commit | None = None
     refusal: str = ""
 
@@ -87,7 +87,7 @@ class PrefillAttempt:
     def make_commit(self) -> Commit:
         """Return the COMMIT of an attempt whose parts were all sent."""
         assert self.sampled is not None, "COMMIT before the first token"
-        (token, hits), request = self.sampled, self.request
+        (token, hits, record), request = self.sampled, self.request
         return Commit(
             self.header,
             len(self.sends),
@@ -96,6 +96,7 @@ class PrefillAttempt:
             hits,
             request.sampling,
             tuple(sorted(request.stop_token_ids)),
+            record,
         )
 
 

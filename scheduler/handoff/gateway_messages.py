@@ -43,6 +43,7 @@ class RunPrefill:
     Attributes:
         epoch: P's epoch; in another epoch, P ignores the message.
         prompt: little-endian int32 tokens.
+        logprobs: see `Request`.
     """
 
     key: AttemptKey
@@ -55,6 +56,7 @@ class RunPrefill:
     namespace: bytes
     decode_node: str
     decode_address: str
+    logprobs: int | None = None
 
     @classmethod
     def of(
@@ -72,6 +74,7 @@ class RunPrefill:
             request.namespace,
             decode_node,
             decode_address,
+            request.logprobs,
         )
 
     def request(self) -> Request:
@@ -84,6 +87,7 @@ class RunPrefill:
             sampling=self.sampling,
             stop_token_ids=self.stop_token_ids,
             namespace=self.namespace,
+            logprobs=self.logprobs,
         )
 
 
@@ -116,15 +120,22 @@ class FollowAttempt:
 
 MAX_PROGRESS_ATTEMPTS: Final = 1024
 MAX_PROGRESS_TOKENS: Final = 8192
-"""Limits of one `Progress`, so that it never delays other messages; the rest comes next."""
+"""Limits of one `Progress`, so that it never delays other messages; the rest comes next.
+
+Each log probability counts as a token more.
+"""
 
 
 class NewTokens(NamedTuple):
-    """Tokens of a followed attempt; ``start`` is the position of the first one in its output."""
+    """Tokens of a followed attempt, with their ``records`` if it has log probabilities.
+
+    ``start`` is the position of the first one in its output.
+    """
 
     key: AttemptKey
     start: int
     tokens: tuple[int, ...]
+    records: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +152,14 @@ class Finished:
     Attributes:
         hits: P's hits, by tier.
         num_preemptions: number of preemptions on D.
+        records: log probabilities of the tokens, if the request asks for them; see ``records``.
     """
 
     key: AttemptKey
     tokens: tuple[int, ...]
     hits: Hits
     num_preemptions: int
+    records: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,8 @@ class Commit(Message):
         hits: P's hits, by tier.
         sampling: of the request, including the seed.
         stop_token_ids: of the request.
+        first_record: log probabilities of the first token, if the request asks for them; see
+            ``records``. D reports as many most likely tokens of the others.
     """
 
     num_parts: int
@@ -197,6 +199,7 @@ class Commit(Message):
     hits: Hits
     sampling: SamplingParams = GREEDY
     stop_token_ids: tuple[int, ...] = ()
+    first_record: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

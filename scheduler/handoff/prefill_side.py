@@ -161,8 +161,14 @@ class PrefillSide:
         if attempt.state is PrefillState.COMPUTING:
             self._offer(attempt, group, num_tokens)
 
-    def sampled(self, key: AttemptKey, token: int, hits: Hits) -> None:
+    def sampled(self, key: AttemptKey, token: int, hits: Hits, record: bytes = b"") -> None:
         """Report the token that follows the prompt. Ignored if the attempt has ended.
+
+        Args:
+            key: the attempt.
+            token: the token.
+            hits: prompt tokens that were not computed.
+            record: `Commit.first_record`.
 
         Raises:
             StepOrderError: if the prompt is not computed.
@@ -176,7 +182,7 @@ class PrefillSide:
                 f"request {key.request_id!r} sampled after {attempt.num_computed} of {length} "
                 "tokens"
             )
-        attempt.sampled = token, hits
+        attempt.sampled = token, hits, record
         if attempt.state is PrefillState.COMPUTING:
             self._commit(attempt)
             return

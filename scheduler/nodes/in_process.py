@@ -108,7 +108,8 @@ class Disaggregated:
             if num_heard is None:
                 del self._decoding[key]
             elif num_heard < len(request.output_tokens):
-                self._gateway.progressed(key, request.output_tokens[num_heard:])
+                records = request.output_logprobs[num_heard:]
+                self._gateway.progressed(key, request.output_tokens[num_heard:], records)
         self._advanced = self._gateway.take_advanced()
         return self._gateway.take_ended()
 
@@ -218,7 +219,8 @@ class Disaggregated:
                         self._decoding[key] = attempt
                 case Finished(key, request):
                     counts = Hits.of(request), request.num_preemptions
-                    self._gateway.finished(key, request.output_tokens, *counts)
+                    tokens, records = request.output_tokens, request.output_logprobs
+                    self._gateway.finished(key, tokens, *counts, records)
                 case DecodeFailed(key, reason):
                     self._gateway.decode_failed(key, reason)
         self._act()

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from ...kvcache import CacheManager, EventBatch
@@ -271,8 +272,9 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
 
     def _read(self) -> None:
         """Wait for the first step in flight, and apply its results."""
-        next_tokens = self._runner.read()
-        self.scheduler.update(self._in_flight.popleft(), next_tokens)
+        next_tokens, plan = self._runner.read(), self._in_flight.popleft()
+        append_logprobs = partial(self._runner.append_logprobs, plan)
+        self.scheduler.update(plan, next_tokens, append_logprobs)
 
     @abstractmethod
     def _process(self, event: Event) -> None:

@@ -16,6 +16,7 @@ from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.gateway.gateway import Gateway
 from radixkv.scheduler.request import GREEDY, Request, SamplingParams, TokenLogprob
 
+from .cluster import Cluster
 from .conftest import assert_nothing_leaked, complete, fresh, let_copies_end
 
 NEW_TOKENS = 10
@@ -164,12 +165,63 @@ def test_numbers_out_of_range_are_refused(name, number):
     assert str(refused.value) == text
 
 
-def test_nodes_refuse_what_they_cannot_send():
-    unused: Any = None
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (
+            {"prompt_logprobs": 3, "max_new_tokens": 2},
+            "nodes send no log probabilities of prompts, got prompt_logprobs 3",
+        ),
+        (
+            {"logprobs": 20, "max_new_tokens": 24967},
+            "nodes send the log probabilities of at most 24966 tokens with logprobs 20, got "
+            "max_new_tokens 24967",
+        ),
+    ],
+)
+def test_nodes_refuse_what_they_cannot_send(asked, text):
     with pytest.raises(RequestError) as refused:
-        Gateway.add_request(unused, Request("a", [1], 2, logprobs=3), 0.0)
-    text = "nodes send no log probabilities, got logprobs 3 and prompt_logprobs None"
+        Gateway(4).add_request(Request("a", [1], **asked), 0.0)
     assert str(refused.value) == f"request 'a': {text}"
+    Gateway(4).add_request(Request("a", [1], 24966, logprobs=20), 0.0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_nodes_record_as_one_engine(served, stream, is_lost):
+    """Also if the decode node is lost, and another attempt generates the tokens again."""
+    compiled, alone = served
+    first = fresh(compiled)
+    first.add_request(Request("a", [3], 2, logprobs=0))
+    first.run()  # compiles the program for all
+    cluster = Cluster(compiled, num_decode=2, front={"stream": stream})
+    requests = [
+        Request(str(index), prompt, NEW_TOKENS, sampling=sampling, logprobs=numbers[0])
+        for index, (prompt, sampling, numbers) in enumerate(
+            zip(PROMPTS, SAMPLINGS, NUMBERS, strict=True)
+        )
+    ]
+    for request in requests:
+        cluster.front.add_request(request)
+    has_lost = not is_lost
+    while cluster.front.has_work:
+        cluster.front.step()
+        for request in requests:
+            if request.logprobs is not None:
+                of_records = [record.token_id for record in request.output_logprobs]
+                assert of_records == request.output_tokens
+        decoding = cluster.d.scheduler.running
+        if not has_lost and any(len(each.output_tokens) > 3 for each in decoding):
+            has_lost = True
+            cluster.restart_decode()
+    assert has_lost and cluster.front.failures == {}
+    cluster.assert_nothing_leaked()
+    for request, (tokens, output, _) in zip(requests, alone, strict=True):
+        assert request.output_tokens == tokens
+        number = 0 if request.logprobs is None else NEW_TOKENS
+        assert len(request.output_logprobs) == number
+        for record, exact in zip(request.output_logprobs, output, strict=False):
+            assert_same(record, exact)
 
 
 def test_outputs_have_the_records_of_their_tokens(served):

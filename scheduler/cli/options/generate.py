@@ -201,7 +201,9 @@ def check(arguments: argparse.Namespace) -> None:
     check_tiers(arguments)
     check_excludes(arguments, "--no-prefix-cache", "--host-blocks", "--disaggregate")
     check_nodes(arguments)
-    check_excludes(arguments, "--disaggregate", "--logprobs", "--prompt-logprobs")
+    check_excludes(
+        arguments, "--disaggregate", "--prompt-logprobs", hint=": nodes send none of prompts"
+    )
     check_needs(arguments, "--json", "--logprobs", "--prompt-logprobs")
     guided = [f"--{name.replace('_', '-')}" for name in GUIDED]
     check_excludes(arguments, "--disaggregate", *guided, hint=": nodes do not guide outputs")

@@ -35,6 +35,8 @@ from ...handoff.gateway_messages import (
     Started,
 )
 from ...handoff.messages import Abort, Ack, Ask, Commit, Grant, Message, Refuse, Renew, Send
+from ...handoff.records import MAX_RECORD_BYTES, MAX_RECORDS_BYTES, PAIR_BYTES
+from ...request import MAX_LOGPROBS
 from ..transport.descriptors import DIGEST_BYTES, DIGEST_KEY_BYTES, ArraySpec, PullInfo
 from .address import check_target
 
@@ -122,6 +124,10 @@ _LIMITS: Final[dict[str, Any]] = {
     "max_new_tokens": _int(1, MAX_NEW_TOKENS),
     "priority": _int(-(2**31)),
     "stop_token_ids": _tuple(_TOKEN, 1024),
+    "logprobs": _int(0, MAX_LOGPROBS),
+    "first_record": _bytes(MAX_RECORD_BYTES),
+    "records": _bytes(MAX_RECORDS_BYTES),
+    "NewTokens.records": _bytes(PAIR_BYTES * MAX_PROGRESS_TOKENS),
     "temperature": _float(0.0, 1e6),
     "top_k": _int(),
     "top_p": _float(0.0, 1.0),
@@ -192,7 +198,13 @@ def _check_hashes(hashes: bytes) -> None:
         raise ValueError(f"{len(hashes)} bytes of hashes are not a multiple of {_HASH_BYTES}")
 
 
+def _check_records(records: bytes) -> None:
+    if len(records) % PAIR_BYTES:
+        raise ValueError(f"{len(records)} bytes of records are not a multiple of {PAIR_BYTES}")
+
+
 _CHECKS: Final[dict[str, Callable[[Any], None]]] = {
+    **dict.fromkeys(("first_record", "records"), _check_records),
     **dict.fromkeys(_HASHES, _check_hashes),
     "prompt": _check_prompt,
     "address": check_target,

@@ -244,7 +244,7 @@ def test_a_stop_token_ends_a_completion(radixkv: Any, model_dir: Path, prompts: 
         (["--logprobs", 1], "--logprobs needs --json"),
         (
             ["--json", "-", "--disaggregate", "--prompt-logprobs", 1],
-            "--prompt-logprobs cannot be combined with --disaggregate",
+            "--prompt-logprobs cannot be combined with --disaggregate: nodes send none of prompts",
         ),
         (
             ["--disaggregate", "--regex", "a"],
@@ -297,7 +297,7 @@ def test_texts_end_before_a_stop_string(
     radixkv: Any, of_texts: list[object], text_model_dir: Path, apart: list[str]
 ) -> None:
     """With one engine as on nodes: those of whole texts, cut, and the tokens that have them."""
-    drawn = ["--temperature", 1.5, "--seed", 3, "--n", 2, "--ignore-eos"]
+    drawn = ["--temperature", 1.5, "--seed", 3, "--n", 2, "--ignore-eos", "--logprobs", 1]
     tokenizer = TextTokenizer(text_model_dir)
     whole = json.loads(radixkv(*of_texts, *drawn, "--json", "-").stdout)
     assert "texts" not in whole
@@ -319,6 +319,15 @@ def test_texts_end_before_a_stop_string(
         else:  # the last token has the end of the string
             found = [any(each in tokenizer.decode(kept[:n]) for each in stop) for n in (-1, None)]
             assert found == [False, True]
+    for whole_records, records, tokens in zip(
+        *([each for samples in part["logprobs"] for each in samples] for part in (whole, results)),
+        short,
+        strict=True,
+    ):
+        assert [record["token_id"] for record in records] == tokens
+        for record, expected in zip(records, whole_records, strict=False):
+            assert record["logprob"] == pytest.approx(expected["logprob"], abs=1e-3)
+            assert len(record["top"]) == 1
 
 
 def test_outputs_are_guided_and_printed_as_lines(radixkv: Any, of_texts: list[object]) -> None:

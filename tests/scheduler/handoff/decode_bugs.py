@@ -166,6 +166,16 @@ DECODE_BUGS: Final = [
         ("        request.stop_token_ids = frozenset(commit.stop_token_ids)\n", ""),
     ),
     bug(
+        "the log probabilities of the first token are lost on the way",
+        ATTEMPTS,
+        ("            record,\n        )", '            b"",\n        )'),
+    ),
+    bug(
+        "D records log probabilities of the first token alone",
+        DECODE,
+        ("            request.logprobs = len(record.top)\n", ""),
+    ),
+    bug(
         "D ignores the sampling parameters",
         DECODE,
         ("        request.sampling = commit.sampling\n", ""),

@@ -349,7 +349,37 @@ GATEWAY_BUGS: Final = [
         "D reports all tokens in one message",
         LINK,
         ("            if not room or len", "            if len"),
-        ("[start : start + room]", "[start:]"),
+        ("stop = start + room // cost", "stop = None"),
+    ),
+    bug(
+        "log probabilities take no room",
+        LINK,
+        ("cost = 1 if request.logprobs is None else 2 + request.logprobs", "cost = 1"),
+    ),
+    bug(
+        "log probabilities are reported from the beginning",
+        LINK,
+        ("request.output_logprobs[start:stop]", "request.output_logprobs[:stop]"),
+    ),
+    bug(
+        "log probabilities that were told are told again",
+        GATEWAY,
+        ("(request, records[len(known) :])", "(request, records)"),
+    ),
+    bug(
+        "the log probabilities of the last tokens are lost",
+        GATEWAY,
+        ("            self._take_records(request, records[len(request.output_logprobs) :])\n", ""),
+    ),
+    bug(
+        "tokens count without their log probabilities",
+        GATEWAY,
+        ("if not is_wanted or len(records) == len(tokens):", "if True:"),
+    ),
+    bug(
+        "other attempts report no log probabilities",
+        GATEWAY,
+        ("            logprobs=original.logprobs,\n", ""),
     ),
     bug(
         "D reports the tokens of the same attempts first",

@@ -7,6 +7,8 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any, Final
 
+from radixkv.scheduler.handoff.records import pack_records, unpack_records
+from radixkv.scheduler.request import TokenLogprob
 from radixkv.spec.harness.handoff.world import HandoffWorld
 
 from .harness import ORDERS, PROMPT, D, P, lossy
@@ -60,8 +62,12 @@ class GatewayHarness:
         says = [each for each in self.gateway.take_actions() if hasattr(each, "message")]
         return [(each.peer, each.message) for each in says]
 
-    def run(self, request_id: str = "a", max_new_tokens: int = 2) -> Any:
-        request = gateway_of(self.h).network_gateway.Request(request_id, PROMPT, max_new_tokens)
+    def run(
+        self, request_id: str = "a", max_new_tokens: int = 2, logprobs: int | None = None
+    ) -> Any:
+        request = gateway_of(self.h).network_gateway.Request(
+            request_id, PROMPT, max_new_tokens, logprobs=logprobs
+        )
         self.gateway.add_request(request, self.now)
         self.gateway.tick(self.now)
         [(_, run)] = self.sent()
@@ -222,9 +228,11 @@ def a_node_whose_load_changes_stays(h: ModuleType) -> None:
 class Stream(GatewayHarness):
     """A gateway that streams the tokens of a request, which its decode node has started."""
 
-    def __init__(self, h: ModuleType, **options: Any) -> None:
+    def __init__(self, h: ModuleType, logprobs: int | None = None, **options: Any) -> None:
         super().__init__(h, stream=True, backoff_s=0.0, silence_s=1e9, **options)
-        self.key = self.run(max_new_tokens=9).key
+        run = self.run(max_new_tokens=9, logprobs=logprobs)
+        assert run.logprobs == logprobs
+        self.key = run.key
         self.started()
 
     def started(self) -> None:
@@ -235,10 +243,11 @@ class Stream(GatewayHarness):
     def receive(self, message: Any, peer: str = D) -> None:
         self.gateway.receive(peer, 5, message, self.now)
 
-    def hear(self, start: int, *tokens: int) -> list[Any]:
+    def hear(self, start: int, *tokens: int, records: bytes = b"") -> list[Any]:
         """Receive tokens of the attempt; return all that the client was told, if that changed."""
         messages = self.h.gateway_messages
-        self.receive(messages.Progress((messages.NewTokens(self.key, start, tokens),)))
+        new = messages.NewTokens(self.key, start, tokens, records)
+        self.receive(messages.Progress((new,)))
         return [list(each.output_tokens) for each in self.gateway.take_advanced()]
 
     def retry(self) -> None:
@@ -323,6 +332,72 @@ def a_request_fails_if_another_attempt_contradicts_what_was_told(h: ModuleType) 
             assert (D, messages.CancelAttempt(stream.key, "cancelled")) in stream.sent()
 
 
+def record(token: int, logprob: float = -0.5) -> TokenLogprob:
+    return TokenLogprob(token, logprob, 2, ((8, -0.25), (token, logprob)))
+
+
+def log_probabilities_come_with_their_tokens(h: ModuleType) -> None:
+    stream, first = Stream(h, logprobs=2), pack_records([record(1), record(2)])
+    assert stream.hear(0, 1, 2, records=first) == [[1, 2]]
+    assert stream.hear(0, 1, 2, records=first) == []
+    assert stream.hear(1, 2, 3, records=pack_records([record(2), record(3)])) == [[1, 2, 3]]
+    stream.retry()
+    other = pack_records([record(each, -1.5) for each in (1, 2, 3, 4)])
+    assert stream.hear(0, 1, 2, 3, 4, records=other) == [[1, 2, 3, 4]]
+    last = pack_records([record(each, -2.5) for each in range(1, 10)])
+    tokens = tuple(range(1, 10))
+    stream.receive(h.gateway_messages.Finished(stream.key, tokens, h.Hits(), 0, last))
+    [request] = stream.gateway.take_ended()
+    assert tuple(request.output_tokens) == tokens and stream.gateway.failures == {}
+    told = [*(record(each) for each in (1, 2, 3)), record(4, -1.5)]
+    assert request.output_logprobs == [*told, *(record(each, -2.5) for each in range(5, 10))]
+
+
+def an_attempt_without_the_log_probabilities_is_retried(h: ModuleType) -> None:
+    messages, tokens = h.gateway_messages, tuple(range(9))
+    for packed in (b"", pack_records([record(1)]), bytes(8 * 9 - 8), bytes(8 * 22 * 9)):
+        for is_end in (True, False):
+            stream = Stream(h, logprobs=2, max_attempts=1)
+            if is_end:
+                stream.receive(messages.Finished(stream.key, tokens, h.Hits(), 0, packed))
+            else:
+                assert stream.hear(0, *tokens, records=packed) == []
+            reason = "log probabilities of 0 of 9 tokens came"
+            assert stream.gateway.failures == {"a": reason}
+            [request] = stream.gateway.take_ended()
+            assert request.output_tokens == request.output_logprobs == []
+
+
+def log_probabilities_that_nobody_asked_for_are_ignored(h: ModuleType) -> None:
+    stream, packed = Stream(h), pack_records([record(1)])
+    assert stream.hear(0, 1, records=packed) == [[1]]
+    finished = h.gateway_messages.Finished(stream.key, (1,), h.Hits(), 0, packed)
+    stream.receive(finished)
+    [request] = stream.gateway.take_ended()
+    assert request.output_logprobs == []
+
+
+def a_node_reports_log_probabilities_within_the_limits(h: ModuleType) -> None:
+    """Each counts as a token more; who has none takes the room that is left."""
+    reporter, messages = reporter_of(h), h.gateway_messages
+    most = messages.MAX_PROGRESS_TOKENS
+    (key, request), (plain, _) = (decoding(h, reporter, name, most) for name in "ab")
+    request.logprobs = 1
+    request.output_logprobs += map(record, request.output_tokens)
+    for each in (key, plain):
+        reporter.follow(messages.FollowAttempt(each, 5))
+    reporter.report_progress(0.0)
+    [progress] = reporter.take_messages()
+    [new, other] = progress.attempts
+    room = most // 3
+    assert (new.key, new.start, new.tokens) == (key, 5, tuple(range(5, 5 + room)))
+    assert unpack_records(new.records, new.tokens) == [record(each) for each in new.tokens]
+    assert (other.key, other.tokens, other.records) == (plain, tuple(range(5, 5 + most % 3)), b"")
+    reporter.report(h.Finished(key, request), 1.0)
+    [finished] = reporter.take_messages()
+    assert unpack_records(finished.records, finished.tokens) == request.output_logprobs
+
+
 def tokens_are_asked_for_only_by_a_gateway_that_streams(h: ModuleType) -> None:
     harness, messages = GatewayHarness(h), h.gateway_messages
     run = harness.run()
@@ -387,7 +462,7 @@ def a_message_has_a_limited_number_of_tokens_and_serves_all_in_turn(h: ModuleTyp
         reporter.report_progress(float(now))
         [progress] = reporter.take_messages()
         assert sum(len(each.tokens) for each in progress.attempts) == most
-        for key, start, tokens in progress.attempts:
+        for key, start, tokens, _ in progress.attempts:
             assert start == heard[key]
             heard[key] += len(tokens)
         for _, request in started:
@@ -503,6 +578,10 @@ GATEWAY_SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
     tokens_that_are_doubled_late_or_lost_are_told_once,
     a_lost_question_for_tokens_is_repeated,
     another_attempt_tells_only_what_is_new,
+    log_probabilities_come_with_their_tokens,
+    an_attempt_without_the_log_probabilities_is_retried,
+    log_probabilities_that_nobody_asked_for_are_ignored,
+    a_node_reports_log_probabilities_within_the_limits,
     a_request_fails_if_another_attempt_contradicts_what_was_told,
     tokens_are_asked_for_only_by_a_gateway_that_streams,
     a_node_reports_new_tokens_to_those_who_asked,

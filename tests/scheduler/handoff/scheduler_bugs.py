@@ -46,9 +46,20 @@ PREFILL_BUGS: Final = [
         "P does not report the sampled token",
         PREFILL,
         (
-            "            self._side.sampled(prompt.key, request.output_tokens[0], hits)",
+            "            self._side.sampled(prompt.key, request.output_tokens[0], hits, record)",
             "            pass",
         ),
+    ),
+    bug(
+        "P commits before the token has its log probabilities",
+        PREFILL,
+        ("        append_logprobs()\n", ""),
+        ("        deferred, self._d", "        append_logprobs()\n        deferred, self._d"),
+    ),
+    bug(
+        "P records no log probabilities",
+        PREFILL,
+        ("            logprobs=request.logprobs,\n", ""),
     ),
     bug(
         "P counts host hits as device hits",

@@ -31,6 +31,8 @@ from radixkv.scheduler.handoff import (
     Send,
     Started,
 )
+from radixkv.scheduler.handoff.records import pack_records
+from radixkv.scheduler.request import TokenLogprob
 
 from .decode_harness import actions, ask, refusal, scheduler, send, start, step
 from .worlds import SteppedWorld
@@ -54,6 +56,18 @@ def test_it_decodes_with_what_commit_said() -> None:
     assert (request.output_tokens, request.finish_reason) == ([9, 1, 2], "stop")
     assert d.num_open == 0 and d.manager.stats().live_leases == 0
     assert d.manager.match([97] * 4 + [9, 1]).num_tokens == 6, "outputs are cached"
+
+
+def test_it_records_log_probabilities_as_commit_did() -> None:
+    first, last = TokenLogprob(9, -0.5, 2, ((3, -0.25),)), TokenLogprob(1, -2.0, 1, ((1, -2.0),))
+    d = scheduler()
+    [started] = start(d, max_new_tokens=2, first_record=pack_records([first]))
+    request = started.request
+    assert (request.logprobs, request.output_logprobs) == (1, [first])
+    plan = d.schedule()
+    d.update(plan, [1], lambda: request.output_logprobs.append(last))
+    [finished] = actions(d)
+    assert finished.request.output_logprobs == [first, last]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from radixkv.scheduler.handoff import (
     Refuse,
     Send,
 )
+from radixkv.scheduler.handoff.records import unpack_records
+from radixkv.scheduler.request import TokenLogprob
 
 from .prefill_harness import PROMPT, actions, grant, posted, request, scheduler, step
 from .worlds import SteppedWorld
@@ -40,6 +42,19 @@ def test_early_it_is_computed_after_the_grant_and_sent_chunk_by_chunk() -> None:
     assert (commit.first_token, commit.position, commit.num_parts) == (9, 7, 2)
     assert commit.stop_token_ids == (2, 8)
     assert p.num_open == 1 and not p.has_work
+
+
+def test_commit_has_the_log_probabilities_of_the_first_token() -> None:
+    p, record = scheduler(token_budget=8), TokenLogprob(9, -0.5, 2, ((3, -0.25),))
+    p.begin(Request("a", PROMPT, 4, logprobs=1), "d0")
+    step(p)
+    grant(p)
+    plan = p.schedule()
+    [computed] = plan.requests
+    assert computed.logprobs == 1
+    p.update(plan, [9], lambda: computed.output_logprobs.append(record))
+    [commit] = posted(p, Commit)
+    assert unpack_records(commit.first_record, [commit.first_token]) == [record]
 
 
 def test_in_the_other_order_d_is_asked_when_the_prompt_is_computed() -> None:

@@ -52,7 +52,13 @@ def values(kind: types.Type, name: str = "") -> st.SearchStrategy[Any]:
         case types.StrType(max_length=int(most)):
             return st.text(max_size=min(most, 20))
         case types.BytesType(min_length=int(low), max_length=int(most)):
-            step = 4 if name == "prompt" else 8 if name.endswith(("_stored", "_removed")) else 1
+            step = (
+                4
+                if name == "prompt"
+                else 8
+                if name.endswith(("_stored", "_removed", "record", "records"))
+                else 1
+            )
             lengths = st.integers(-(-low // step), max(low, min(most, 40)) // step)
             return lengths.flatmap(lambda n: st.binary(min_size=n * step, max_size=n * step))
         case types.NoneType():

@@ -23,7 +23,13 @@ from radixkv.scheduler.handoff import (
     Send,
     messages,
 )
-from radixkv.scheduler.handoff.gateway_messages import GatewayMessage, RunPrefill
+from radixkv.scheduler.handoff.gateway_messages import (
+    Finished,
+    GatewayMessage,
+    NewTokens,
+    Progress,
+    RunPrefill,
+)
 from radixkv.scheduler.nodes.channel import DecodeError, EncodeError
 from radixkv.scheduler.nodes.channel.codec import MAX_PACKET_BYTES, Packet, decode, encode
 from radixkv.scheduler.nodes.channel.schema import MAX_PROMPT_TOKENS, MESSAGES
@@ -119,6 +125,26 @@ def test_the_longest_prompt_fits() -> None:
         (
             Commit(HEAD, 1, 2**31, 3, Hits()),
             "Commit: Expected `int` <= 2147483647 - at `$.message.first_token`",
+        ),
+        (
+            Commit(HEAD, 1, 2, 3, Hits(), first_record=bytes(12)),
+            "Commit: 12 bytes of records are not a multiple of 8 - at `$.message`",
+        ),
+        (
+            Commit(HEAD, 1, 2, 3, Hits(), first_record=bytes(176)),
+            "Commit: Expected `bytes` of length <= 168 - at `$.message.first_record`",
+        ),
+        (
+            replace(run_prefill(), logprobs=21),
+            "RunPrefill: Expected `int` <= 20 - at `$.message.logprobs`",
+        ),
+        (
+            Finished(AttemptKey("r", 1), (1,), Hits(), 0, bytes(2**22 + 8)),
+            "Finished: Expected `bytes` of length <= 4194304 - at `$.message.records`",
+        ),
+        (
+            Progress((NewTokens(AttemptKey("r", 1), 0, (1,), bytes(2**16 + 8)),)),
+            "Progress: Expected `bytes` of length <= 65536 - at `$.message.attempts[0][3]`",
         ),
         (
             run_prefill((1.5,)),
