@@ -1,18 +1,23 @@
-"""Errors at every call: each call that a module makes, or gets, raises once."""
+"""Errors at every call: each call that a module makes, or gets, raises once.
+
+A test of a layer that gives back uses `injections` in a loop, and checks the layer after each.
+"""
 
 from __future__ import annotations
 
 import enum
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import FrameType, ModuleType
 from typing import Any, Final
 
 ERRORS: Final[tuple[type[BaseException], ...]] = (MemoryError, KeyboardInterrupt)
+ALL_ERRORS: Final = (*ERRORS, OSError)
+OF_THREADS: Final = (MemoryError, OSError)
+"""Python interrupts its main thread only."""
 
-
-NEITHER: Final = {"__exit__", "close", "len", "hash"}
+NEITHER: Final = {"__exit__", "__del__", "close", "len", "hash"}
 """Calls that neither allocate nor do I/O, or that clean up."""
 
 ENUM: Final = enum.__file__
@@ -20,18 +25,33 @@ ENUM: Final = enum.__file__
 
 
 class Injector:
-    """Raises an error instead of the call with a number; calls are counted from 0.
+    """Raises an error instead of a call: the one with a number, counted from 0, or at a new place.
 
     It raises once, in the thread that calls it, so that cleaning up is not disturbed. The end of a
     ``with`` is no place to raise: nothing could be given back after an interrupt there.
+
+    Attributes:
+        number: number of the call.
+        places: places where earlier injectors have raised, if each is to raise at a new one. That
+            is for operations whose calls differ from run to run.
+        raised_in: the place where it has raised; empty before.
     """
 
-    def __init__(self, number: int, error: type[BaseException], files: frozenset[str]) -> None:
+    def __init__(
+        self,
+        number: int,
+        error: type[BaseException],
+        files: frozenset[str],
+        cleaning: frozenset[str],
+        places: set[str] | None,
+    ) -> None:
         self.number = number
         self.error = error
         self.files = files
-        self.num_calls = 0
+        self.places = places
         self.raised_in = ""
+        self._cleaning = cleaning
+        self._num_calls = 0
 
     def call(self, operation: Callable[[], Any]) -> None:
         """Call an operation; its error is swallowed if it is the injected one."""
@@ -50,33 +70,62 @@ class Injector:
             mine = frame.f_code.co_filename in self.files or (
                 caller is not None and caller.f_code.co_filename in self.files
             )
-            name = frame.f_code.co_qualname
+            name, where = frame.f_code.co_qualname, caller or frame
             if not mine or frame.f_code.co_filename == ENUM:
                 return
             is_end = caller is not None and caller.f_code.co_name == "__exit__"
-            if is_end or frame.f_code.co_name in NEITHER:
+            if is_end or self._is_cleaning(frame, frame.f_code.co_name):
                 return
         elif event == "c_call":
             if frame.f_code.co_filename not in self.files:
                 return
-            name = argument.__qualname__
-            if argument.__name__ in NEITHER:
+            name, where = argument.__qualname__, frame
+            if self._is_cleaning(frame, argument.__name__):
                 return
         else:
             return
-        if self.num_calls == self.number:
-            self.num_calls += 1
-            self.raised_in = f"{name}, called at {frame.f_code.co_qualname}:{frame.f_lineno}"
-            raise self.error(f"injected into {self.raised_in}")
-        self.num_calls += 1
+        is_due = self._num_calls == self.number
+        self._num_calls += 1
+        if self.raised_in or (self.places is None and not is_due):
+            return
+        place = f"{name}, called at {where.f_code.co_qualname}:{where.f_lineno}"
+        if self.places is not None:
+            if place in self.places:
+                return
+            self.places.add(place)
+        self.raised_in = place
+        raise self.error(f"injected into {place}")
+
+    def _is_cleaning(self, frame: FrameType | None, name: str) -> bool:
+        """Whether a call cleans up, or is made while others clean up."""
+        if name in NEITHER or name in self._cleaning:
+            return True
+        while frame is not None and self._cleaning:
+            if frame.f_code.co_name in self._cleaning and frame.f_code.co_filename in self.files:
+                return True
+            frame = frame.f_back
+        return False
 
 
-def injections(*modules: ModuleType) -> Iterator[Injector]:
-    """Yield an injector for each call and error, until there is no such call."""
+def injections(
+    *modules: ModuleType,
+    errors: Sequence[type[BaseException]] = ERRORS,
+    cleaning: Collection[str] = (),
+    once_per_place: bool = False,
+) -> Iterator[Injector]:
+    """Yield an injector for each call and error, until there is no such call.
+
+    Args:
+        modules: modules whose calls raise.
+        errors: what they raise.
+        cleaning: names of functions of the modules that clean up, in which nothing raises.
+        once_per_place: whether to raise at each place once, not at each call.
+    """
     files = frozenset(str(module.__file__) for module in modules)
-    for error in ERRORS:
+    for error in errors:
+        places: set[str] | None = set() if once_per_place else None
         for number in range(10_000):
-            injector = Injector(number, error, files)
+            injector = Injector(number, error, files, frozenset(cleaning), places)
             yield injector
             if not injector.raised_in:
                 break

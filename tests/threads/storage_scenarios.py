@@ -323,7 +323,7 @@ def storage_closes_stuck(table: ModuleType, code: ModuleType) -> None:
     assert workers.close(timeout_s=SOON_S), "a thread is still there"
 
 
-def storage_errors(table: ModuleType, code: ModuleType) -> None:
+def storage_errors(table: ModuleType, code: Any) -> None:
     """Both threads meet errors of their own, and each error is counted."""
     num_left = [4]
 

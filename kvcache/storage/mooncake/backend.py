@@ -24,6 +24,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from ..errors import (
+    BackendError,
     BackendRefusedError,
     BackendUnreachableError,
     MissingLibraryError,
@@ -172,6 +173,11 @@ class MooncakeBackend:
             except (OSError, EOFError):
                 client.kill()
                 raise BackendUnreachableError(doing, _NO_CONNECTION) from None
+            except BackendError:
+                raise
+            except BaseException:  # the next request would read the answer to this one
+                client.kill()
+                raise
             finally:
                 self._take_back(client)
 

@@ -28,9 +28,10 @@ class ClientProcess:
         self.connected = False
         self._view = memoryview(b"")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._file = os.memfd_create("radixkv-mooncake")
-        life, self._life = os.pipe()
-        with theirs:
+        self._file = life = self._life = -1
+        try:
+            self._file = os.memfd_create("radixkv-mooncake")
+            life, self._life = os.pipe()
             files = (theirs.fileno(), self._file, life)
             self._process = subprocess.Popen(
                 # -P: keep the program's folder out of sys.path.
@@ -47,7 +48,16 @@ class ClientProcess:
                 stdout=subprocess.DEVNULL,  # Mooncake prints a lot
                 stderr=subprocess.DEVNULL,
             )
-        os.close(life)
+        except BaseException:
+            self._control.close()
+            for file in (self._file, self._life):
+                if file >= 0:
+                    os.close(file)
+            raise
+        finally:
+            theirs.close()
+            if life >= 0:
+                os.close(life)
         self.alive = True
 
     def wait_connected(self, timeout_s: float) -> None:

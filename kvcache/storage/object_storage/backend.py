@@ -16,7 +16,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -78,10 +78,12 @@ class ObjectStorageBackend:
             return [self._exists(self._path(keys[0]))]
         paths = map(self._path, keys)
         first = islice(paths, _MAX_CONCURRENT_HEADS)
-        asked = deque(self._heads.submit(self._exists, path) for path in first)
+        asked: deque[Future[bool]] = deque()
         try:
+            asked.extend(self._heads.submit(self._exists, path) for path in first)
             for place in range(len(keys)):
-                found[place] = asked.popleft().result()
+                found[place] = asked[0].result()
+                asked.popleft()
                 if not found[place]:
                     break
                 asked.extend(self._heads.submit(self._exists, path) for path in islice(paths, 1))

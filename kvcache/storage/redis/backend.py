@@ -219,6 +219,11 @@ class RedisBackend:
                 yield
             except (exceptions.RedisError, OSError) as error:
                 raise self._backend_error(doing, error) from None
+            except BaseException:
+                # redis-py may have given back a connection whose answer is still to come, and the
+                # next command would read it. Other threads do not use idle connections.
+                self._client.connection_pool.disconnect(inuse_connections=False)
+                raise
 
     def _backend_error(self, doing: str, error: Exception) -> BackendError:
         from redis import exceptions
