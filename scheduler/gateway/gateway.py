@@ -273,7 +273,7 @@ class Gateway:
     ) -> None:
         """Note that D has generated all tokens of an attempt; the request gets the counts.
 
-        For `records`, see `progressed`.
+        For ``records``, see `progressed`.
         """
         request = self._requests.get(key.request_id)
         if request is not None and key in self._num_heard:

@@ -168,7 +168,7 @@ class PrefillSide:
             key: the attempt.
             token: the token.
             hits: prompt tokens that were not computed.
-            record: `Commit.first_record`.
+            record: the ``first_record`` of COMMIT.
 
         Raises:
             StepOrderError: if the prompt is not computed.
