@@ -80,8 +80,8 @@ class BackgroundWriter:
         with self._changed:
             if self._closed:
                 raise RuntimeError("the writer of the host tier is closed")
+            self._changed.notify_all()  # first, so that an error leaves nothing queued
             self._queue.append(staged)
-            self._changed.notify_all()
 
     def withdraw(self, op_id: OpId) -> list[StagedBlocks]:
         """Remove and return the unstarted writes of an operation; they get no report."""
@@ -116,14 +116,29 @@ class BackgroundWriter:
         return True
 
     def _work(self) -> None:
-        """Write until closed; the loop of each thread."""
-        while (staged := self._take()) is not None:
-            error = self._write(staged)
-            report = WriteReport(staged.op_id, staged.blocks, staged.num_bytes, error)
-            del staged  # free its memory before reporting it as free
-            with self._changed:
-                self._reports.append(report)
-                self._changed.notify_all()
+        """Write until closed; the loop of each thread, which outlives its errors."""
+        while True:
+            try:
+                staged = self._take()
+            except Exception:  # before it has taken anything
+                continue
+            if staged is None:
+                return
+            op_id, blocks, num_bytes = staged.op_id, staged.blocks, staged.num_bytes
+            error = ""
+            try:
+                error = self._write(staged)
+                del staged  # free its memory before reporting it as free
+                self._report(op_id, blocks, num_bytes, error)
+            except Exception as failure:
+                self._report(op_id, blocks, num_bytes, error or type(failure).__name__)
+
+    def _report(self, op_id: OpId, blocks: slice, num_bytes: int, error: str) -> None:
+        """Report a write; an error leaves no report."""
+        report = WriteReport(op_id, blocks, num_bytes, error)
+        with self._changed:
+            self._changed.notify_all()
+            self._reports.append(report)
 
     def _take(self) -> StagedBlocks | None:
         with self._changed:

@@ -1,0 +1,141 @@
+"""The writer of the host tier reports each write once, whatever is raised."""
+
+from __future__ import annotations
+
+import atexit
+from threading import Thread
+from typing import Any, cast
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from radixkv.kvcache.copies import background_writer
+from radixkv.kvcache.copies.background_writer import BackgroundWriter, StagedBlocks, WriteReport
+from radixkv.kvcache.copies.host_arrays import HostArrays
+from radixkv.kvcache.ids import OpId
+
+from .injection import ALL_ERRORS, OF_THREADS, injections
+from .planting import Bug, bug, planted, planted_source
+
+MODULE = "kvcache.copies.background_writer"
+CALLER_BUG = bug(
+    "a write is queued before its thread is told",
+    MODULE,
+    ("            self._changed.notify_all()  # first, so that an error leaves nothing queued\n"
+     "            self._queue.append(staged)\n",
+     "            self._queue.append(staged)\n            self._changed.notify_all()\n"),
+)  # fmt: skip
+THREAD_BUGS = (
+    bug(
+        "a thread does not outlive an error",
+        MODULE,
+        ("            except Exception:  # before", "            except TypeError:  # before"),
+    ),
+    bug(
+        "a report that fails is lost",
+        MODULE,
+        (
+            "            except Exception as failure:\n",
+            "            except TypeError as failure:\n",
+        ),
+    ),
+)
+
+
+class Host:
+    """A host tier that keeps the ids of the blocks that were written."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+
+    def write(self, ids: Any, pools: Any) -> None:
+        self.written += ids.tolist()
+
+
+class Unthreaded(BackgroundWriter):
+    """A writer whose thread's work is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.host = Host()
+        with patch.object(Thread, "start"):
+            super().__init__(cast(HostArrays, self.host), 1)
+        self._threads = []
+        atexit.unregister(self.close)
+
+    def work(self) -> None:
+        """Write what is queued."""
+        self._closed = True  # so that the thread's loop ends
+        try:
+            self._work()
+        finally:
+            self._closed = False
+
+
+def staged(number: int) -> StagedBlocks:
+    ids = np.array([number], np.int32)
+    return StagedBlocks(OpId(number), slice(0, 1), ids, [ids], 4)  # type: ignore[list-item]
+
+
+def check_writer(writer: Unthreaded, numbers: list[int]) -> None:
+    """The lock is free, the writes with these numbers get one report each, and it works."""
+    lock: Any = vars(writer._changed)["_lock"]
+    assert lock.acquire(blocking=False), "the lock is held"
+    lock.release()
+    writer.submit(staged(9))
+    writer.work()
+    reports = writer.reports()
+    assert [each.op_id for each in reports] == [*numbers, 9], reports
+    assert all(each.error or each.op_id in writer.host.written for each in reports)
+    assert reports[-1] == WriteReport(OpId(9), slice(0, 1), 4, "")
+
+
+def inject_into_caller() -> None:
+    for injector in injections(background_writer, errors=ALL_ERRORS):
+        writer, numbers = Unthreaded(), [1, 2]
+        for number in numbers:
+            writer.submit(staged(number))
+
+        def call(writer: Unthreaded = writer, numbers: list[int] = numbers) -> None:
+            writer.submit(staged(3))
+            numbers.append(3)
+            for each in writer.withdraw(OpId(2)):
+                numbers.remove(each.op_id)
+
+        injector.call(call)
+        check_writer(writer, numbers)
+
+
+def inject_into_thread() -> None:
+    for injector in injections(background_writer, errors=OF_THREADS):
+        writer, numbers = Unthreaded(), [1, 2]
+        for number in numbers:
+            writer.submit(staged(number))
+        injector.call(writer.work)
+        has_begun = not injector.raised_in.startswith("BackgroundWriter._work,")
+        assert not (writer._queue and has_begun), f"the thread has died in {injector.raised_in}"
+        check_writer(writer, numbers)
+
+
+def test_a_write_is_submitted_and_withdrawn_or_nothing_happens() -> None:
+    inject_into_caller()
+
+
+def test_a_thread_reports_each_write() -> None:
+    inject_into_thread()
+
+
+def test_what_a_caller_does_by_half_is_found() -> None:
+    with planted(CALLER_BUG), pytest.raises(AssertionError):
+        inject_into_caller()
+
+
+@pytest.mark.parametrize("bug", THREAD_BUGS, ids=str)
+def test_what_a_thread_loses_is_found(bug: Bug) -> None:
+    with planted(bug), pytest.raises(AssertionError):
+        inject_into_thread()
+
+
+def test_every_bug_fits() -> None:
+    for each in (CALLER_BUG, *THREAD_BUGS):
+        planted_source(each)
