@@ -146,7 +146,8 @@ class InFlightTable:
 
     def add(self, operation: Operation, deadline: float) -> InFlightOperation:
         """Add an operation; no block is copied yet."""
-        assert operation.id not in self.open | self.unfenced, f"operation {operation.id} came twice"
+        is_new = operation.id not in self.open and operation.id not in self.unfenced
+        assert is_new, f"operation {operation.id} came twice"
         entry = InFlightOperation(operation, deadline, [False] * operation.num_blocks)
         self.open[operation.id] = entry
         return entry

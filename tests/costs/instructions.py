@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 from typing import TypeAlias
 
+from .all_subjects import SUBJECTS
 from .measure import Work, measured, run, work_of
-from .subjects import SUBJECTS, Subject
+from .subjects import Subject
 
 Table: TypeAlias = dict[str, dict[str, list[int]]]
 """Instructions of each call of a name, by subject and name."""

@@ -121,12 +121,15 @@ def measured(
 def waits_of(call: Callable[[], Any]) -> tuple[Any, list[str]]:
     """Return the result of a call, and the C functions that it calls and that may wait.
 
-    Only calls by radixkv and by Python's library count. Taking a lock by `with` is none of them:
-    a lock is held for a moment only.
+    Only calls of Python's library and ZeroMQ's `poll` count. Taking a lock by `with` is none of
+    them: a lock is held for a moment only.
     """
     found: list[str] = []
 
     def profile(frame: FrameType, event: str, function: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_qualname == "Socket.poll" and "zmq" in code.co_filename:
+            found.append(f"{code.co_qualname} in {Path(code.co_filename).name}")
         if event != "c_call" or frame.f_code.co_name == "_is_owned":  # asks, and does not wait
             return
         name = function.__name__

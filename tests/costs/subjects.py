@@ -38,6 +38,8 @@ class Subject:
         few, many: numbers to compare.
         grows: calls that may do more with more: a binary search, a mask of one word per row of the
             table, or the keys of a path, which are reported to storage at intervals.
+        has_jax: whether calls run JAX's Python, of which only our part is counted.
+        is_thread: whether the calls are those of a thread, which may wait.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Subject:
     few: int = 500
     many: int = 100_000
     grows: tuple[str, ...] = ()
+    has_jax: bool = False
+    is_thread: bool = False
 
     def __str__(self) -> str:
         return self.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -10,21 +9,19 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from threading import Thread
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-from radixkv.kvcache.storage import Status, StorageWorkers, checksummed, operation_table, workers
+from radixkv.kvcache.storage import Status, checksummed, operation_table, workers
 from radixkv.kvcache.storage.errors import BackendIOError
 from radixkv.kvcache.storage.files import backend as files_backend
 from radixkv.kvcache.storage.files import lru_index, system_calls
 from radixkv.kvcache.storage.files.backend import FileBackend
 
-from ..kvcache.storage.memory import MemoryBackend
 from .injection import injections, open_files
 from .planting import Bug, bug, planted, planted_source
+from .unthreaded import Unthreaded
 
 KEYS = [bytes([number]) * 32 for number in range(6)]
 VALUE = [memoryview(b"x" * 40), memoryview(b"y" * 60)]
@@ -260,27 +257,6 @@ def test_a_directory_that_was_not_opened_is_free(tmp_path: Path) -> None:
             backend.close()
         assert open_files() == before, f"a file stays open after {injector.raised_in}"
         FileBackend(tmp_path / "files", max_bytes=450).close()
-
-
-class Unthreaded(StorageWorkers):
-    """Workers whose thread's work is done when the test says so."""
-
-    def __init__(self) -> None:
-        self.memory = MemoryBackend()
-        with patch.object(Thread, "start"):
-            super().__init__(self.memory, num_threads=1, max_bytes_in_flight=250)
-        self._threads = []
-        atexit.unregister(self.close)
-
-    def work(self) -> None:
-        """Do what is queued."""
-        self._closed = True  # so that the thread's loop ends
-        self.has_ended = False
-        try:
-            self._live()
-            self.has_ended = True
-        finally:
-            self._closed = False
 
 
 def stored(number: int) -> list[Any]:

@@ -17,6 +17,7 @@ from radixkv.scheduler.gateway.gateway import Gateway, RunAttempt
 from radixkv.scheduler.handoff import Hits
 from radixkv.scheduler.serving.engine_thread import EngineThread
 
+from . import engine_bugs, engine_subjects, node_subjects
 from .measure import census, growth
 from .planting import Bug, bug, planted, planted_source
 
@@ -142,6 +143,8 @@ SUBJECTS: dict[str, Callable[[], Iterator[object]]] = {
     "scheduler": schedulers,
     "gateway": gateways,
     "storage": storages,
+    **engine_subjects.DRAINS,
+    **node_subjects.DRAINS,
 }
 
 BUGS: dict[str, tuple[Bug, ...]] = {
@@ -228,6 +231,7 @@ BUGS: dict[str, tuple[Bug, ...]] = {
             ),
         ),
     ),
+    **engine_bugs.KEPT,
 }
 
 
@@ -247,7 +251,13 @@ def test_nothing_grows_with_what_has_ended(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bug"), [(name, each) for name, bugs in BUGS.items() for each in bugs], ids=str
+    ("name", "bug"),
+    [
+        pytest.param(name, each, marks=[pytest.mark.slow] if name == "nodes" else [])
+        for name, bugs in BUGS.items()
+        for each in bugs
+    ],
+    ids=str,
 )
 def test_what_is_kept_is_found(name: str, bug: Bug) -> None:
     with planted(bug):

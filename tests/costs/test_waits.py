@@ -1,4 +1,4 @@
-"""No call of the cache, the schedulers, the gateway or storage waits; calls are looked at."""
+"""No call of the core, an engine, a node or a transport waits; calls are looked at."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from typing import Final
 
 import pytest
 
+from . import engine_bugs
+from .all_subjects import BY_NAME, SUBJECTS
 from .measure import Operations, measured, waits_of
 from .planting import Bug, planted
-from .subjects import KEY, SUBJECTS, Subject
-from .test_error_paths import Unthreaded, stored
+from .subjects import KEY, Subject
+from .test_error_paths import stored
+from .unthreaded import Unthreaded
 from .work_bugs import then
 
 WORKERS: Final = "kvcache.storage.workers"
@@ -30,9 +33,9 @@ def waits(calls: Operations) -> list[str]:
     return [wait for each in found.values() for waited in each for wait in waited]
 
 
-@pytest.mark.parametrize("subject", SUBJECTS, ids=str)
+@pytest.mark.parametrize("subject", [each for each in SUBJECTS if not each.is_thread], ids=str)
 def test_no_call_waits(subject: Subject) -> None:
-    assert waits(subject.calls(100)) == []
+    assert waits(subject.calls(subject.few)) == []
 
 
 def test_no_call_of_storage_waits() -> None:
@@ -52,3 +55,13 @@ BUGS: Final = (
 def test_a_wait_is_found(bug: Bug) -> None:
     with planted(bug):
         assert waits(storage_calls())
+
+
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [(name, each) for name, bugs in engine_bugs.WAITS.items() for each in bugs],
+    ids=str,
+)
+def test_a_wait_of_an_engine_or_a_node_is_found(name: str, bug: Bug) -> None:
+    with planted(bug):
+        assert waits(BY_NAME[name].calls(BY_NAME[name].few))
