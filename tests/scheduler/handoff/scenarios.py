@@ -303,10 +303,6 @@ def temporary_refusals_are_no_failures(h: ModuleType) -> None:
 
 SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
     one_request,
-    any_message_is_lost,
-    any_message_is_duplicated,
-    any_message_is_late,
-    either_node_may_crash_at_any_message,
     an_older_attempt_does_not_end_a_newer_one,
     a_newer_attempt_ends_an_older_one,
     a_message_to_an_older_epoch_of_d_is_declined,
@@ -323,4 +319,9 @@ SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
     a_chunk_is_published_with_its_last_group,
     a_refused_prompt_is_not_matchable,
     temporary_refusals_are_no_failures,
+    # They take most of the time, so that a hunt for a bug comes to them last.
+    any_message_is_lost,
+    any_message_is_duplicated,
+    any_message_is_late,
+    either_node_may_crash_at_any_message,
 ]
