@@ -5,6 +5,7 @@ A test of a layer that gives back uses `injections` in a loop, and checks the la
 
 from __future__ import annotations
 
+import _weakrefset
 import enum
 import os
 import sys
@@ -20,8 +21,9 @@ OF_THREADS: Final = (MemoryError, OSError)
 NEITHER: Final = {"__exit__", "__del__", "close", "len", "hash"}
 """Calls that neither allocate nor do I/O, or that clean up."""
 
-ENUM: Final = enum.__file__
-"""A member of an enumeration in Python's library hashes its name, which does neither."""
+IGNORED: Final = {enum.__file__, _weakrefset.__file__}
+"""A member of an enumeration hashes its name, which does neither; and a set of weak references is
+told of garbage at any time."""
 
 
 class Injector:
@@ -71,7 +73,7 @@ class Injector:
                 caller is not None and caller.f_code.co_filename in self.files
             )
             name, where = frame.f_code.co_qualname, caller or frame
-            if not mine or frame.f_code.co_filename == ENUM:
+            if not mine or frame.f_code.co_filename in IGNORED:
                 return
             is_end = caller is not None and caller.f_code.co_name == "__exit__"
             if is_end or self._is_cleaning(frame, frame.f_code.co_name):

@@ -75,9 +75,13 @@ class ThreadedTransport(Transport):
         """See `Transport.offer`."""
         self._check_open()
         check_offer(part_id, arrays, descriptor, part_id in self._offered)
-        self._offered.add(part_id)
         offer = OfferEntry(tuple(arrays), descriptor, time.monotonic() + ttl_s)
-        self._do(partial(self._table.offer, part_id, offer))
+        try:
+            self._offered.add(part_id)
+            self._do(partial(self._table.offer, part_id, offer))
+        except BaseException:
+            self._offered.discard(part_id)
+            raise
 
     def withdraw(self, key: AttemptKey, *, was_read: bool = False) -> None:
         """See `Transport.withdraw`."""
@@ -92,24 +96,32 @@ class ThreadedTransport(Transport):
         if part_id in self._pulling or part_id in self._received:
             raise TransportArgumentError(f"part {part_id.part} of {part_id.key} is already pulled")
         self._pulling[part_id] = False
-        failed = check_pull(part_id, info, expected, self.name)
-        if failed is not None:
-            self._do(partial(self._table.fail, failed))
-        else:
-            pull = PullEntry(info, expected, time.monotonic() + timeout_s)
-            self._do(partial(self._table.pull, part_id, pull))
+        try:
+            failed = check_pull(part_id, info, expected, self.name)
+            if failed is not None:
+                self._do(partial(self._table.fail, failed))
+            else:
+                pull = PullEntry(info, expected, time.monotonic() + timeout_s)
+                self._do(partial(self._table.pull, part_id, pull))
+        except BaseException:
+            del self._pulling[part_id]
+            raise
 
     def cancel(self, part_id: PartId) -> None:
         """See `Transport.cancel`."""
         if part_id in self._pulling:
-            self._pulling[part_id] = True
             self._do(partial(self._table.cancel, part_id))
+            self._pulling[part_id] = True
 
     def release(self, part_id: PartId) -> None:
         """See `Transport.release`."""
         if part_id in self._received:
-            self._received.remove(part_id)
-            self._do(partial(self._table.release, part_id))
+            try:
+                self._received.remove(part_id)
+                self._do(partial(self._table.release, part_id))
+            except BaseException:
+                self._received.add(part_id)
+                raise
 
     def poll(self) -> list[Event]:
         """See `Transport.poll`.
@@ -169,8 +181,8 @@ class ThreadedTransport(Transport):
 
     def _do(self, command: Callable[[], None]) -> None:
         with self._changed:
+            self._changed.notify()  # first, so that an error leaves no command
             self._commands.append(command)
-            self._changed.notify()
 
     def _run(self) -> None:
         """Run the thread until `close`."""
