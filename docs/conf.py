@@ -28,6 +28,7 @@ extensions = [
     "chart",  # in _generate/
     "directives",  # in _generate/
     "names",  # in _generate/
+    "objects",  # in _generate/
     "options",  # in _generate/
     "myst_parser",
     "sphinx.ext.autodoc",
@@ -71,7 +72,10 @@ nitpick_ignore_regex = [
     ("py:class", r"radixkv\.kvcache\.events\.Payload"),  # another
     ("py:class", r"starlette\..*"),  # has no inventory
     ("py:class", r"concurrent\.futures\._base\.Future"),  # Python documents its other name
-    ("py:class", r"(opentelemetry|prometheus_client)\..*"),  # have no inventory
+    (
+        "py:class",
+        r"(opentelemetry|prometheus_client)\..*|ObjectStore|Tokenizer",
+    ),  # have no inventory
     ("py:class", r"RefusalReason"),  # words, which `Refuse` lists
 ]
 
@@ -112,27 +116,39 @@ def _show_colons(*event: Any) -> None:
 
 
 def _skip_inherited(*event: Any) -> bool | None:
-    """Leave out constructors that a class inherits from `object`, `Exception` or `Protocol`."""
+    """Leave out constructors that a class inherits from `object`, `Exception` or `Protocol`.
+
+    The fields of a `NamedTuple` are left out, too: the docstring of its class describes them.
+    """
     name, member = event[2], event[3]
+    if type(member).__name__ == "_tuplegetter":
+        return True
     is_written = isinstance(member, FunctionType) and "no_init" not in member.__name__
     return True if name in ("__init__", "__new__") and not is_written else None
 
 
-def _analyze_without_overloads(module: ModuleAnalyzer) -> None:
-    """Read a module. Overloads would be shown in full, types included, above the parameters."""
+def _analyze_module(module: ModuleAnalyzer) -> None:
+    """Read a module, and the comments of data that it exports.
+
+    Overloads would be shown in full, types included, above the parameters.
+    """
     _analyze(module)
     module.overloads = {}
+    for name, comment in import_module("objects").comments(module.modname).items():
+        module.attr_docs.setdefault(("", name), comment)
 
 
 _analyze = ModuleAnalyzer.analyze
-ModuleAnalyzer.analyze = _analyze_without_overloads  # type: ignore[method-assign]
+ModuleAnalyzer.analyze = _analyze_module  # type: ignore[method-assign]
 
 
 def _write_pages(app: Any) -> None:
-    """Generate the pages about the specification's rules and bugs and the hand-off's states."""
+    """Generate pages: of objects, the specification's rules and bugs, and the hand-off's states."""
     import handoff
+    import objects
     import specification
 
+    objects.write_pages()
     specification.write_pages()
     handoff.write_pages()
 

@@ -62,6 +62,7 @@ class AllBlocksCleared:
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+"""A change of what the cache holds, in one tier."""
 
 
 class EventBatch(NamedTuple):

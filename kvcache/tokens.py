@@ -12,6 +12,7 @@ import numpy.typing as npt
 from .errors import CountError, IdError, NamespaceError, TokenError
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
+"""A NumPy array of int32, such as token ids or block ids."""
 
 
 class SupportsArray(Protocol):

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .scheduler.serving import LLM
 
     __version__: str
+    """Version of the installed distribution."""
 
 __all__ = ["LLM", "__version__"]
 

@@ -15,7 +15,7 @@ from .request import Request, lease_of
 
 
 class Chunk(NamedTuple):
-    """Tokens ``start .. start + length - 1`` of a request, computed in one step."""
+    """Tokens of a request that one step computes: ``length`` of them, from ``start`` on."""
 
     request: Request
     start: int

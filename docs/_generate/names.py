@@ -15,11 +15,16 @@ def _find_by_last_name(
 ) -> nodes.Element | None:
     """Resolve a name in single backticks if exactly one object on the site is called that.
 
-    A lower-case name must be a function's: methods have the same name in many classes.
+    A lower-case name must be a function's: methods have the same name in many classes. A type in a
+    signature has the name of the module that defines it, which need not be the public one.
     """
-    if node.get("refdomain") != "py" or node["reftype"] != "obj":
+    if node.get("refdomain") != "py":
         return None
     target = node["reftarget"]
+    if target.startswith("radixkv."):
+        target = target.rpartition(".")[2]
+    elif node["reftype"] != "obj":
+        return None
     python: Any = env.domains["py"]
     found = [
         (name, (entry.docname, entry.node_id))

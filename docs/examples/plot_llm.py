@@ -2,7 +2,7 @@
 A model, with text in and text out
 ==================================
 
-:class:`~radixkv.scheduler.serving.LLM` takes a checkpoint and completes texts. Here the model is
+:class:`~radixkv.LLM` takes a checkpoint and completes texts. Here the model is
 tiny and random, so its text means nothing; with a real one, the first line of code is
 ``radixkv.LLM("Qwen/Qwen3-0.6B")``.
 """

@@ -98,7 +98,7 @@ NO_CHILDREN: Final[dict[bytes, Any]] = {}
 
 
 class Walk:
-    """End of a walk along tokens: after `node`, and `inside_blocks` blocks into `inside`.
+    """End of a walk along tokens: after ``node``, and ``inside_blocks`` blocks into ``inside``.
 
     Attributes:
         node: last node that matched completely.

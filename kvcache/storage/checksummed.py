@@ -33,7 +33,7 @@ class ChecksummedBackend:
         repairs it.
 
         Returns:
-            LOADED, MISSING, CORRUPT or FAILED, and the name of the error or `Corruption`, if any.
+            LOADED, MISSING, CORRUPT or FAILED, and the name of the error or ``Corruption``, if any.
         """
         header = bytearray(HEADER_BYTES)
         try:

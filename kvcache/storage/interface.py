@@ -29,6 +29,7 @@ from .errors import PayloadError
 StorageOpId = NewType("StorageOpId", int)
 """Id of an operation of one `Storage`. (`OpId` is the id of a manager's operation.)"""
 Buffer: TypeAlias = "bytes | bytearray | memoryview | npt.NDArray[Any]"
+"""Contiguous memory: a part of a block. What receives a block must be writable."""
 Block: TypeAlias = Sequence[Buffer]
 """The parts of one block, in the order in which they are stored."""
 

@@ -212,7 +212,7 @@ class ModelRunner:
         before. The device computes the step meanwhile, up to its logits.
 
         Returns:
-            False if a step in flight has that token: `read` and `update` it, and call this again.
+            False if a step in flight has that token: ``read`` and ``update`` it, and call again.
         """
         if self._pending is not None:
             if self._awaits_tokens(self._pending.plan):
@@ -243,7 +243,7 @@ class ModelRunner:
         return tokens[: results.num_chunks]
 
     def append_logprobs(self, plan: StepPlan) -> None:
-        """Give requests the log probabilities of the step that was read, after its `update`."""
+        """Give requests the log probabilities of the step that was read, after its ``update``."""
         if self._read_logprobs is not None:
             self._read_logprobs.append(plan)
             self._read_logprobs = None

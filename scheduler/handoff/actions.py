@@ -140,4 +140,6 @@ class Finished:
 
 
 PrefillAction = Post | Compute | Offer | Withdraw | PrefillFailed
+"""What P is to do."""
 DecodeAction = Post | Pull | CancelPull | Start | Stop
+"""What D is to do."""

@@ -120,7 +120,7 @@ class FollowAttempt:
 
 MAX_PROGRESS_ATTEMPTS: Final = 1024
 MAX_PROGRESS_TOKENS: Final = 8192
-"""Limits of one `Progress`, so that it never delays other messages; the rest comes next.
+"""Limits of one ``Progress``, so that it never delays other messages; the rest comes next.
 
 Each log probability counts as a token more.
 """
@@ -272,7 +272,7 @@ AttemptMessage: TypeAlias = RunPrefill | Started | Finished | PrefillFailed | De
 
 @dataclass(frozen=True, slots=True)
 class DeliveryAck:
-    """The receiver of an `AttemptMessage` acknowledges it.
+    """The receiver of an ``AttemptMessage`` acknowledges it.
 
     Attributes:
         kind: class name of the message.

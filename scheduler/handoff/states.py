@@ -57,6 +57,7 @@ PREFILL_MOVES: Final[Mapping[tuple[PrefillState, PrefillState], str]] = {
     ),
     (PrefillState.WITHDRAWN, PrefillState.GONE): "a fence: by the transport, ACK or ABORT",
 }
+"""Every move of an attempt on P from one state to another, and its cause."""
 
 DECODE_MOVES: Final[Mapping[tuple[DecodeState, DecodeState], str]] = {
     (DecodeState.NEW, DecodeState.RECEIVING): "ASK: D reserves blocks and sends GRANT",
@@ -77,3 +78,4 @@ DECODE_MOVES: Final[Mapping[tuple[DecodeState, DecodeState], str]] = {
     (DecodeState.STARTED, DecodeState.ENDED): "`finished`: the scheduler has released the lease",
     (DecodeState.ENDED, DecodeState.GONE): "D has remembered it for remember_s",
 }
+"""Every move of an attempt on D from one state to another, and its cause."""

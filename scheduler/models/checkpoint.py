@@ -113,10 +113,10 @@ def _own_dtype(directory: Path) -> str:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer | None:
-    """Load `tokenizer.json` of a Hugging Face directory; return None if there is no such file.
+    """Load ``tokenizer.json`` of a Hugging Face directory; return None if there is no such file.
 
     Raises:
-        MissingExtraError: if the file exists, but the library `tokenizers` is not installed.
+        MissingExtraError: if the file exists, but the library ``tokenizers`` is not installed.
         CheckpointFileError: if the file is not a tokenizer.
     """
     path = Path(directory) / "tokenizer.json"

@@ -65,7 +65,7 @@ class ModelConfig:
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """Read `config.json`, and `generation_config.json` if present, of a Hugging Face directory.
+    """Read ``config.json``, and ``generation_config.json`` if present, of a Hugging Face directory.
 
     Raises:
         CheckpointFileError: if config.json is missing, or a file is not a JSON object.

@@ -37,14 +37,14 @@ class Batch(NamedTuple):
     """The tokens of one step and the places of their KV; see the diagram of the module.
 
     Attributes:
-        tokens: `[T]` token ids.
-        positions: `[T]` position of each token in its request.
-        slots: `[T]` `block * block_size + offset` of its KV; negative writes nothing.
-        block_tables: `[B, P]` block ids of each row; entries past its length are not read.
-        kv_lengths: `[B]` tokens of the row after this step, including the chunk; 0 = padding row.
-        q_lengths: `[B]` tokens of the row in this step.
-        q_starts: `[B]` index in `tokens` of the first token of the row.
-        logit_rows: `[B]` index in `tokens` of the token whose logits are returned.
+        tokens: ``[T]`` token ids.
+        positions: ``[T]`` position of each token in its request.
+        slots: ``[T]`` ``block * block_size + offset`` of its KV; negative writes nothing.
+        block_tables: ``[B, P]`` block ids of each row; entries past its length are not read.
+        kv_lengths: ``[B]`` tokens of the row after this step, including the chunk; 0 = padding row.
+        q_lengths: ``[B]`` tokens of the row in this step.
+        q_starts: ``[B]`` index in ``tokens`` of the first token of the row.
+        logit_rows: ``[B]`` index in ``tokens`` of the token whose logits are returned.
 
     All are int32.
     """
@@ -60,14 +60,14 @@ class Batch(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """A matrix `[out, in]`, as in checkpoints, and a bias `[out]` or None."""
+    """A matrix ``[out, in]``, as in checkpoints, and a bias ``[out]`` or None."""
 
     weight: Float[Array, "out in"]
     bias: Float[Array, " out"] | None = None
 
 
 class LayerParams(NamedTuple):
-    """Parameters of one layer; `q_norm` and `k_norm` are None for families without them."""
+    """Parameters of one layer; ``q_norm`` and ``k_norm`` are None for families without them."""
 
     attention_norm: Float[Array, " hidden"]
     q_proj: Linear
@@ -83,7 +83,7 @@ class LayerParams(NamedTuple):
 
 
 class Params(NamedTuple):
-    """Parameters of the model; with tied embeddings `lm_head.weight` is `embedding` itself."""
+    """Parameters of the model; with tied embeddings ``lm_head.weight`` is ``embedding`` itself."""
 
     embedding: Float[Array, "vocab hidden"]
     layers: tuple[LayerParams, ...]
@@ -102,7 +102,7 @@ def forward(
 ) -> tuple[Float[Array, "rows vocab"], Pools, Pools]:
     """Run one step: write the KV of its tokens into the pools, and return logits.
 
-    The function is pure. If you jit it with static `config` and `decode` and donated pools, the
+    The function is pure. If you jit it with static ``config`` and ``decode`` and donated pools, the
     writes are in place. Matrix products use the dtype of the parameters (float32 at full precision,
     on GPUs as well); norms, softmax and rotation use float32.
 
@@ -110,12 +110,12 @@ def forward(
         config: shapes of the model.
         params: parameters, all of one dtype.
         batch: tokens of the step.
-        k_pools: key pool of each layer, `[num_blocks + 1, kv_heads, block_size, head_dim]`.
+        k_pools: key pool of each layer, ``[num_blocks + 1, kv_heads, block_size, head_dim]``.
         v_pools: value pool of each layer, of the same shape.
         decode: use the decode kernel; every row must be one token (T = B, row i is token i).
 
     Returns:
-        float32 logits `[B, vocab]` (finite but meaningless for padding rows), and the new pools.
+        float32 logits ``[B, vocab]`` (finite but meaningless for padding rows), and the new pools.
     """
     x, rope = embed(config, params.embedding, batch)
     new_k_pools, new_v_pools = [], []
@@ -175,7 +175,7 @@ def compute_logits(
 def rms_norm(
     x: Float[Array, "*rows width"], weight: Float[Array, " width"], eps: float
 ) -> Float[Array, "*rows width"]:
-    """Scale each row to a root mean square of 1 in float32, and multiply by `weight`."""
+    """Scale each row to a root mean square of 1 in float32, and multiply by ``weight``."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale).astype(x.dtype) * weight

@@ -19,6 +19,7 @@ from .node import NodeEngine, PeerMessage, check_revision
 from .transport import Event, PullFailed, PullInfo, Received, Transport
 
 DecodeReport: TypeAlias = Started | Finished | DecodeFailed
+"""What a decode node reports of an attempt."""
 
 
 class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):

@@ -15,6 +15,7 @@ from ..rules.cache import C1
 from ..rules.rule import Rule, require
 
 Tag: TypeAlias = int
+"""Stands for the KV of one token: a hash of the tokens up to it, and of their namespace."""
 
 UNWRITTEN: Final = 0  # a prefix has this tag with probability 2**-64
 POISON: Final = 1  # the contents after a failed step

@@ -2,20 +2,30 @@
 
 `python -m tests.packaging.site_checks HTML` prints what is wrong with a folder of pages. A page can
 build without a warning and still show raw markup, a diagram as flowing text, or not be linked from
-anywhere. `.ci/run` checks the pages that it has just built.
+anywhere, and an object that is public can have no page. `.ci/run` checks the pages that it has just
+built.
 """
 
 from __future__ import annotations
 
+import pkgutil
+import posixpath
 import re
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from html.parser import HTMLParser
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 
+import radixkv
+
 NO_CONTENT: Final = {"genindex.html", "py-modindex.html", "search.html"}
 """Pages that Sphinx generates, whose links stand in the page frame."""
+
+OBJECTS: Final = "reference/api/"
+"""Folder of the pages of one object each, named after it."""
 
 FITS: Final = 105
 """Characters of a line of code that fit into the text column."""
@@ -44,6 +54,8 @@ class Page(HTMLParser):
         problems: what is wrong, in the order of the page.
         titles: texts of the headings of the first level.
         links: addresses in the sidebar.
+        objects: full names of the objects that it describes, without their members.
+        listed: addresses in its tables of objects.
     """
 
     def __init__(self, name: str) -> None:
@@ -51,6 +63,8 @@ class Page(HTMLParser):
         self.problems: list[str] = []
         self.titles: list[str] = []
         self.links: set[str] = set()
+        self.objects: list[str] = []
+        self.listed: set[str] = set()
         self._in_reference = name.startswith("reference/")
         self._open: list[tuple[str, str]] = []  # tags and classes
         self._text: list[str] = []  # of the paragraph, with code as one character
@@ -64,6 +78,10 @@ class Page(HTMLParser):
             self._open.append((tag, classes))
         if not self._inside("article"):
             return
+        if tag == "a" and any("autosummary" in name for _, name in self._open):
+            self.listed.add((dict(attributes).get("href") or "").split("#")[0])
+        if tag == "dt" and "sig-object" in classes and not self._inside("dd"):
+            self.objects.append(dict(attributes).get("id") or "")
         if tag == "cite":
             self.problems.append("a name in italics: single backticks without a role")
         if tag == "blockquote" and self._in_reference:
@@ -95,6 +113,11 @@ class Page(HTMLParser):
         elif self._inside("p"):
             self._text.append("\0" if self._inside("code") else data)
 
+    @property
+    def title(self) -> str:
+        """The first title, without the sign that links to it."""
+        return self.titles[0].strip("#¶ \n") if self.titles else ""
+
     def _inside(self, tag: str) -> bool:
         return any(name == tag for name, _ in self._open)
 
@@ -121,8 +144,23 @@ class Page(HTMLParser):
         self.problems.append(f"{meaning}: {shown[:120]!r}")
 
 
-def check_site(root: Path) -> Iterator[str]:
-    """Yield what is wrong with the site in a folder, each with the name of its page."""
+def public_objects() -> Collection[frozenset[str]]:
+    """Return the full names of each object that a package has in its ``__all__``."""
+    found = defaultdict(set)
+    packages = [m.name for m in pkgutil.walk_packages(radixkv.__path__, "radixkv.") if m.ispkg]
+    for package in map(import_module, ["radixkv", *packages]):
+        for name in getattr(package, "__all__", ()):
+            found[name, id(getattr(package, name))].add(f"{package.__name__}.{name}")
+    return [frozenset(names) for names in found.values()]
+
+
+def check_site(root: Path, public: Iterable[frozenset[str]] = ()) -> Iterator[str]:
+    """Yield what is wrong with the site in a folder, each with the name of its page.
+
+    Args:
+        root: the folder.
+        public: the names of each object that must have a page.
+    """
     pages = {}
     for path in sorted(root.rglob("*.html")):
         name = path.relative_to(root).as_posix()
@@ -135,15 +173,36 @@ def check_site(root: Path) -> Iterator[str]:
     reachable = pages["index.html"].links | {"index.html", "#", ""}
     for name, page in pages.items():
         yield from (f"{name}: {problem}" for problem in page.problems)
-        if len(page.titles) != 1 or not page.titles[0].strip("#¶ \n"):
+        if len(page.titles) != 1 or not page.title:
             yield f"{name}: {len(page.titles)} titles, not one"
         if name not in reachable:
             yield f"{name}: not in the sidebar, because no toctree names it"
+    yield from _check_objects(pages, public)
+
+
+def _check_objects(pages: Mapping[str, Page], public: Iterable[frozenset[str]]) -> Iterator[str]:
+    listed = {
+        posixpath.normpath(posixpath.join(posixpath.dirname(name), link))
+        for name, page in pages.items()
+        for link in page.listed
+    }
+    for name in (name for name in pages if name.startswith(OBJECTS)):
+        page, full_name = pages[name], name.removeprefix(OBJECTS).removesuffix(".html")
+        if page.objects != [full_name]:
+            yield f"{name}: describes {page.objects}, not the object that it is named after"
+        if page.title != full_name.rpartition(".")[2]:
+            yield f"{name}: its title is {page.title!r}, not the name of the object"
+        if name not in listed:
+            yield f"{name}: in no table of objects"
+    for names in public:
+        described = sum(f"{OBJECTS}{name}.html" in pages for name in names)
+        if described != 1:
+            yield f"{min(names)}: public, with {described} pages of its own, not one"
 
 
 def main(folder: str) -> int:
     """Print what is wrong with a site; return the exit status."""
-    problems = list(check_site(Path(folder)))
+    problems = list(check_site(Path(folder), public_objects()))
     print("\n".join(problems) or "the site looks as it should")
     return 1 if problems else 0
 

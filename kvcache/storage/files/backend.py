@@ -38,6 +38,7 @@ from .lru_index import LruIndex, ScannedValue
 from .system_calls import FileApi, OsFiles, write_all
 
 Sync: TypeAlias = Literal["none", "data"]
+"""What a power cut may take: any value ("none"), or nothing that was stored ("data")."""
 
 _SYNCS: Final[tuple[Sync, ...]] = ("none", "data")
 

@@ -73,7 +73,7 @@ class MooncakeBackend:
             connect_timeout_s: time limit to start a client process and connect it.
 
         Raises:
-            MissingPackageError: if `mooncake` is not installed.
+            MissingPackageError: if ``mooncake`` is not installed.
             MissingLibraryError: if its library libibverbs is not installed.
             ValueError: if a time is not positive.
         """

@@ -44,7 +44,7 @@ _NO_ORDER: Final = (
 
 
 class ObjectStorageBackend:
-    """Values in an `obstore` object store, such as `s3_store` and `memory_store` return.
+    """Values in an ``obstore`` object store, such as `s3_store` and `memory_store` return.
 
     Writing a key again replaces its object. That repairs a corrupt object and does no harm
     otherwise, because equal keys mean equal bytes.
@@ -58,7 +58,7 @@ class ObjectStorageBackend:
             prefix: prefix of every object's path, without a slash at its end.
 
         Raises:
-            MissingPackageError: if `obstore` is not installed.
+            MissingPackageError: if ``obstore`` is not installed.
         """
         _check_installed()
         self._store = store
@@ -211,7 +211,7 @@ def s3_store(bucket: str, *, timeout_s: float = 5.0, connect_timeout_s: float = 
         connect_timeout_s: time limit for a connection.
 
     Raises:
-        MissingPackageError: if `obstore` is not installed.
+        MissingPackageError: if ``obstore`` is not installed.
         StorageUrlError: if AWS_ENDPOINT_URL is no address.
         ValueError: if a time is not positive.
     """
@@ -247,7 +247,7 @@ def memory_store() -> ObjectStore:
     """Return a store in the memory of this process, for tests and experiments.
 
     Raises:
-        MissingPackageError: if `obstore` is not installed.
+        MissingPackageError: if ``obstore`` is not installed.
     """
     _check_installed()
     from obstore.store import MemoryStore

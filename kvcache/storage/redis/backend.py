@@ -69,7 +69,7 @@ class RedisBackend:
             ca_file: PEM file of the certificates that TLS trusts; None for the system's.
 
         Raises:
-            MissingPackageError: if `redis` or `hiredis` is not installed.
+            MissingPackageError: if ``redis`` or ``hiredis`` is not installed.
             ValueError: if a time is not positive.
         """
         check_timeouts(timeout_s, connect_timeout_s)

@@ -11,6 +11,8 @@ from .errors import TransportArgumentError, TransportUnavailableError
 from .threaded import ThreadedTransport
 
 PROCESS_TRANSPORTS: Final = ("jax", "nixl")
+"""Names of the transports that connect processes."""
+
 _STAGING_BYTES: Final = 256 << 20
 
 

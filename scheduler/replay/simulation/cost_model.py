@@ -127,6 +127,7 @@ MODELS: Mapping[str, ModelCosts] = {
         ModelCosts("qwen3-32b", 32.8e9, layers=64, heads=64, kv_heads=8, head_dim=128),
     )
 }
+"""Sizes of the models that `named_costs` knows, by name."""
 
 GPUS: Mapping[str, GpuCosts] = {
     gpu.name: gpu
@@ -141,6 +142,7 @@ GPUS: Mapping[str, GpuCosts] = {
         GpuCosts("h200", 989e12, 4.8e12, 141e9, host_bytes_per_s=64e9),
     )
 }
+"""Speeds of the GPUs that `named_costs` knows, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ class CostModel:
         Args:
             num_tokens: Tokens computed in all chunks.
             context_tokens: Sum over chunks of n, the tokens attended to, including its own.
-            attention_pairs: Sum over chunks of (n^2 - p^2) / 2; see `attention_pairs`.
+            attention_pairs: Sum over chunks of (n^2 - p^2) / 2; see ``attention_pairs``.
         """
         model, gpu, step = self.model, self.gpu, self.step
         flops = 2 * model.parameters * num_tokens
@@ -230,9 +232,9 @@ def named_costs(model: str | None = None, gpu: str | None = None) -> CostModel:
     """Look up a cost model.
 
     Args:
-        model: A name in `MODELS`; None for `DEFAULT_MODEL`.
+        model: A name in `MODELS`; None for ``DEFAULT_MODEL``.
         gpu: A name in `GPUS`, with the suffix ``xN`` for a model split over N of them; None for
-            `DEFAULT_GPU`.
+            ``DEFAULT_GPU``.
 
     Raises:
         CostError: For an unknown name; the message lists the known ones.
