@@ -44,7 +44,7 @@ IN_TEXT: Final = {
 """What must not stand outside code, and what it means."""
 
 DIAGRAM: Final = re.compile(r"\|[^|]*\|[^|]*\|")
-"""Three bars. The types of parameters have them too."""
+"""Three bars. The types of parameters and the values of type aliases have them too."""
 
 
 class Page(HTMLParser):
@@ -124,7 +124,8 @@ class Page(HTMLParser):
     def _check_text(self, text: str) -> None:
         if re.match(r"\0+\s*:\s", text) and not (self._inside("li") or self._inside("td")):
             self._report("a definition as a paragraph", text)
-        if DIAGRAM.search(text) and not any("field-list" in classes for _, classes in self._open):
+        is_type = text.startswith("alias of ") or any("field-list" in c for _, c in self._open)
+        if DIAGRAM.search(text) and not is_type:
             self._report("a diagram as flowing text, without :: before it", text)
         for pattern, meaning in IN_TEXT.items():
             if re.search(pattern, text):

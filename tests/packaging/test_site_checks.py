@@ -26,6 +26,7 @@ BAD = [
 GOOD = [
     "<p>Call <code>`admit`</code> first, 2&ndash;3 times &ndash; or not.</p>",
     "<ul><li><p><code>back</code>: the same</p></li></ul>",
+    "<p>alias of Sequence[A | B | C | D]</p>",
     "<dl class='field-list'><dd><p>list[A | B | C | D]</p></dd></dl>",
     f"<pre>{'x' * 105}</pre>",
     f"<div class='highlight-sh'><pre>{'x' * 200}</pre></div>",
