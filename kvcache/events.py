@@ -62,7 +62,7 @@ class AllBlocksCleared:
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
-"""A change of what the cache holds, in one tier."""
+"""A change of what a tier holds: `BlockStored`, `BlockRemoved` or `AllBlocksCleared`."""
 
 
 class EventBatch(NamedTuple):
