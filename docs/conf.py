@@ -62,7 +62,10 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 # Docstring examples begin with what a reader of the page has imported.
-doctest_global_setup = "from radixkv.kvcache import *"
+doctest_global_setup = """
+from radixkv.kvcache import *
+from radixkv.spec import GhostMemory, prefix_tags
+"""
 
 nitpick_ignore_regex = [
     ("py:class", r"jax\._src\..*"),  # no page of JAX's documentation has it
