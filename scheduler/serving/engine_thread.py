@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -201,6 +201,18 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
+            try:
+                self._serve()
+            finally:
+                closed = self._engine.close(timeout_s=self._timeout_s)
+        except BaseException as error:
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(closed)
+        atexit.unregister(self._close_at_exit)  # only now: a thread that ends within JAX aborts
+
+    def _serve(self) -> None:
+        try:
             while not self._is_closing or self._engine.has_work:
                 self._obey()
                 if self._engine.has_work:
@@ -213,13 +225,6 @@ class EngineThread:
             self._fail(error)
         for observer in self._observers:
             observer.engine_ended(self._engine)
-        try:
-            closed = self._engine.close(timeout_s=self._timeout_s)
-        except BaseException as error:
-            self.ended.set_exception(error)
-        else:
-            self.ended.set_result(closed)
-        atexit.unregister(self._close_at_exit)  # only now: a thread that ends within JAX aborts
 
     def _obey(self) -> None:
         """Execute the commands that are there; wait for one if the engine has no work."""
@@ -244,7 +249,7 @@ class EngineThread:
                 self._failures.pop(delivery.request.request_id, None)
             for delivery in consumer.deliveries:
                 delivery.error = error
-                self._forget(delivery, "refused")
+                self._tell_end(delivery, "refused")
             self._post(consumer.deliveries)
         else:
             self._active.update((each.request.request_id, each) for each in added)
@@ -297,22 +302,24 @@ class EngineThread:
         del self._active[request.request_id]
         delivery.num_tokens = len(request.output_tokens)
         delivery.finish_reason = request.finish_reason
-        self._forget(delivery, reason)
+        self._tell_end(delivery, reason)
 
     def _end_failed(self, delivery: Delivery, reason: str) -> None:
         request_id = delivery.request.request_id
         del self._active[request_id]
         delivery.error = HandoffFailedError(f"request {request_id!r}: {reason}")
-        self._forget(delivery, "error")
+        self._tell_end(delivery, "error")
 
-    def _forget(self, delivery: Delivery, reason: EndReason) -> None:
-        with self._lock:
-            self._deliveries.discard(delivery)
+    def _tell_end(self, delivery: Delivery, reason: EndReason) -> None:
         for observer in self._observers:
             observer.request_ended(delivery.request, reason)
 
-    def _post(self, deliveries: Iterable[Delivery]) -> None:
-        """Wake the consumers of changed requests, those of an event loop with one call."""
+    def _post(self, deliveries: Collection[Delivery]) -> None:
+        """Wake the consumers of changed requests, those of an event loop with one call.
+
+        Only then are requests that have ended forgotten: if an observer raises before, `_fail`
+        tells their consumers.
+        """
         by_loop: dict[asyncio.AbstractEventLoop, list[Consumer]] = {}
         for delivery in deliveries:
             consumer = delivery.consumer
@@ -329,6 +336,10 @@ class EngineThread:
                     consumer.loop = None
                     for delivery in consumer.deliveries:
                         self._abort(delivery)
+        ended = [each for each in deliveries if each.finish_reason or each.error]
+        if ended:
+            with self._lock:
+                self._deliveries.difference_update(ended)
 
     def _fail(self, error: BaseException) -> None:
         """Refuse everything from now on, and raise the error in all who wait."""
@@ -337,14 +348,16 @@ class EngineThread:
             deliveries, self._deliveries = self._deliveries, set()
             calls, self._calls = self._calls, set()
         self._active.clear()
-        for delivery in deliveries:
+        failed = [each for each in deliveries if each.finish_reason is None and each.error is None]
+        for delivery in failed:
             delivery.error = _failed(error)
-            for observer in self._observers:
-                observer.request_ended(delivery.request, "error")
         self._post(deliveries)
         for call in calls:
             if call.running() or call.set_running_or_notify_cancel():
                 call.set_exception(_failed(error))
+        for delivery in failed:  # after all who wait have been told: an observer may raise again
+            for observer in self._observers:
+                observer.request_ended(delivery.request, "error")
 
 
 def _wake(consumers: Iterable[Consumer]) -> None:

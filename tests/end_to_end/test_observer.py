@@ -150,6 +150,42 @@ def test_everything_is_told_once(compiled, kinds, end, fail_at):
     assert logs[0].num_steps == logs[1].num_steps
 
 
+METHODS = ["step_begins", "step_ended", "request_ended", "engine_ended"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_nobody_waits_for_ever_if_an_observer_raises(compiled, method, at):
+    """Two requests end in one step: the call number `at` raises, and all later ones."""
+    log, calls = Log(), []
+
+    def fail(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) >= at or method == "engine_ended":
+            raise ZeroDivisionError
+        told(*arguments)
+
+    told = getattr(log, method)
+    setattr(log, method, fail)
+
+    async def main() -> list[str | None]:
+        engine = AsyncEngine(fresh(compiled))
+        engine.observe(log)
+        params = GenerationParams(max_tokens=3, ignore_eos=True)
+        streams = [engine.generate(prompt, params) for prompt in PROMPTS[:2]]
+        called = asyncio.gather(engine.call(lambda _: "called"), return_exceptions=True)
+        read = await asyncio.wait_for(asyncio.gather(*map(read_all, streams)), 30)
+        await asyncio.wait_for(called, 30)
+        with suppress(ZeroDivisionError, SchedulerError):
+            await asyncio.wait_for(engine.close(), 30)
+        return read
+
+    read = asyncio.run(main())
+    assert set(read) <= {"length", None}
+    assert read == ["length"] * 2 or method != "engine_ended"
+    assert calls
+
+
 def test_nobody_observes_a_closed_engine(compiled):
     async def main() -> None:
         engine = AsyncEngine(fresh(compiled))

@@ -189,7 +189,7 @@ NOT_NEEDED: dict[str, dict[str, str]] = {
     },
     "scheduler.serving.engine_thread": {
         "EngineThread._call: self._lock": "only this thread replaces the set; discard is atomic",
-        "EngineThread._forget: self._lock": "only this thread replaces the set; discard is atomic",
+        "EngineThread._post: self._lock": "only this thread replaces the set, in one call",
     },
     "scheduler.nodes.transport.threaded": {
         "ThreadedTransport.close: self._changed": "only the notification needs it",
