@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from ..serving import LLM, AsyncEngine
 from ..terminal.interrupts import exit_on_interrupt
+from .backend import Backend
 from .errors import BadInputError
 from .kv_events import publishing
 from .options.common import check_memory, host_tier, reserve_tokens
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from ...kvcache import EventBatch
-    from ..nodes.remote_nodes import RemoteNodes
     from ..server import ServerLimits
 
 API_KEY: Final = "RADIXKV_API_KEY"
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         if api_key is None and not _is_loopback(listener.getsockname()[0]):
             _say(f"warning: {arguments.host} is reached from the network, and {API_KEY} is not set")
-        with _model(arguments, on_events) as (start, max_model_len, nodes):
+        with _backend(arguments, on_events) as backend:
             _say(
                 f"at most {max_connections:,} connections, and {arguments.max_requests:,} prompts "
                 "at a time"
@@ -73,15 +73,15 @@ def run(arguments: argparse.Namespace) -> int:
                 max_requests=arguments.max_requests,
                 max_connections=max_connections,
             )
-            asyncio.run(_serve(arguments, start, max_model_len, nodes, api_key, listener, limits))
+            asyncio.run(_serve(arguments, backend, api_key, listener, limits))
     return 0
 
 
 @contextmanager
-def _model(
+def _backend(
     arguments: argparse.Namespace, on_events: Callable[[EventBatch], object] | None
-) -> Iterator[tuple[Callable[[], AsyncEngine], int, RemoteNodes | None]]:
-    """Load the model, or connect its nodes; yield what starts to serve it, and its length."""
+) -> Iterator[Backend]:
+    """Load the model, or connect its nodes."""
     if arguments.disaggregate:
         from .serve_on_nodes import connect  # here, because it needs an extra
 
@@ -110,7 +110,7 @@ def _model(
     _say(str(llm.sizes))
     gc.collect()
     gc.freeze()  # a collection during a step need not visit the model and the programs
-    yield llm.serve, llm.sizes.max_model_len, None
+    yield Backend(llm.serve, llm.sizes.max_model_len)
 
 
 def read_api_key(environment: Mapping[str, str]) -> str | None:
@@ -127,9 +127,7 @@ def read_api_key(environment: Mapping[str, str]) -> str | None:
 
 async def _serve(
     arguments: argparse.Namespace,
-    start: Callable[[], AsyncEngine],
-    max_model_len: int,
-    nodes: RemoteNodes | None,
+    backend: Backend,
     api_key: str | None,
     listener: socket,
     limits: ServerLimits,
@@ -137,9 +135,9 @@ async def _serve(
     from ..metrics import NodesMetrics  # here, as above
     from ..server import ServedModel, make_app, serve
 
-    engine = start()
+    engine, nodes = backend.start(), backend.nodes
     name = arguments.served_model_name or arguments.model
-    model = ServedModel(name, engine, max_model_len, created=int(time.time()))
+    model = ServedModel(name, engine, backend.max_model_len, created=int(time.time()))
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
     metrics = None if nodes is None else NodesMetrics(engine, nodes, model_name=name)

@@ -11,9 +11,9 @@ from ..nodes.channel import load_secret
 from ..nodes.processes import NodeProcesses
 from ..nodes.remote_nodes import RemoteNodes
 from ..nodes.supervisor import NodeSupervisor
-from ..serving import AsyncEngine
 from ..serving.nodes_front import serve_nodes
 from ..text import TextTokenizer, locate_model
+from .backend import Backend
 from .generate_on_nodes import SILENCE_S, TIMEOUT_S, open_gateway, start_nodes, wait_for
 from .prompts import Sizes
 
@@ -22,10 +22,8 @@ _TOKEN_BUDGET = 512
 
 
 @contextmanager
-def connect(
-    arguments: argparse.Namespace, say: Callable[[str], object]
-) -> Iterator[tuple[Callable[[], AsyncEngine], int, RemoteNodes]]:
-    """Wait for the nodes; yield what serves them, to call once, the longest sequence, and them.
+def connect(arguments: argparse.Namespace, say: Callable[[str], object]) -> Iterator[Backend]:
+    """Wait for the nodes.
 
     Nodes that are started here are started again if they end, and end on leaving.
 
@@ -71,7 +69,7 @@ def connect(
         except BaseException:
             channel.close()
             raise
-        yield (
+        yield Backend(
             lambda: serve_nodes(
                 nodes,
                 channel.close,

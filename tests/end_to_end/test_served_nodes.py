@@ -16,7 +16,7 @@ from radixkv.scheduler.server import ServedModel, make_app
 from radixkv.scheduler.serving.nodes_front import serve_nodes
 
 from .cluster import Cluster
-from .conftest import MAX_MODEL_LEN
+from .conftest import MAX_MODEL_LEN, fresh
 from .test_server import COMPLETIONS, Served, in_loop
 
 PROMPTS = [list(range(2, 2 + length)) for length in (3, 9, 17)]
@@ -173,5 +173,37 @@ def test_a_request_that_fails_on_all_nodes(compiled, monkeypatch):
             assert metrics.status == 200 and b"radixkv:" not in metrics.body
             assert b"http_requests_total" in metrics.body
             assert (await server.ask("GET", "/health")).status == 200
+
+    test()
+
+
+def test_log_probabilities_over_http(compiled):
+    """Those of a stream are the same, and come with their tokens."""
+    fields: dict[str, Any] = {
+        "prompt": PROMPTS[1],
+        "max_tokens": 8,
+        "temperature": 0,
+        "logprobs": 2,
+    }
+    first = fresh(compiled)
+    first.add_request(Request("a", [3], 2, logprobs=0))
+    first.run()  # compiles the program for all
+
+    @in_loop
+    async def test() -> None:
+        async with serving(compiled) as (_, nodes):
+            server = Served.__new__(Served)
+            server.app = make_app(
+                ServedModel("tiny", nodes, MAX_MODEL_LEN, created=7), has_engine=False
+            )
+            whole = await server.post(COMPLETIONS, **fields)
+            stream = await server.post(COMPLETIONS, stream=True, **fields)
+        [choice] = whole.json()["choices"]
+        parts = [event["choices"][0]["logprobs"] for event in stream.events() if event["choices"]]
+        written = choice["logprobs"]
+        assert len(written["token_logprobs"]) == 8 and max(written["token_logprobs"]) <= 0.0
+        for field in ("token_logprobs", "tokens"):
+            streamed = [each for part in parts for each in part[field]]
+            assert streamed == pytest.approx(written[field], abs=1e-4)
 
     test()
