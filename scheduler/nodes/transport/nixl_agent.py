@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from .base import Fault
@@ -31,7 +32,16 @@ _PACKAGES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
 _NAME: Final = re.compile(rb"radixkv-[0-9a-f]{16}")
 _MAX_PEERS: Final = 256
 _MAX_OUTPUT_BYTES: Final = 64 << 10
+_INFINIBAND: Final = Path("/sys/class/infiniband")
+_NO_INFINIBAND: Final = "^ib"
+"""UCX's module for InfiniBand loads the drivers of Debian's package ibverbs-providers, and they a
+second copy of a library that is in NIXL's wheel. With both, a process ends with SIGSEGV."""
 _UCX_ERROR: Final = re.compile(r"UCX +ERROR +(.{1,200})")
+
+
+def _has_infiniband() -> bool:
+    """Whether there is a device for UCX's InfiniBand module, which RDMA over Ethernet needs too."""
+    return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
 
 
 class PreparedReads(NamedTuple):
@@ -68,6 +78,8 @@ class NixlAgent:
         self.version = version(package).encode()[:VERSION_BYTES].ljust(VERSION_BYTES, b"\0")
         if devices is not None:
             os.environ.setdefault("UCX_NET_DEVICES", devices)
+        if not _has_infiniband():
+            os.environ.setdefault("UCX_MODULES", _NO_INFINIBAND)
         self.pool = StagingPool(staging_bytes)
         self.address: int = self.pool.memory.ctypes.data
         self._name = _new_name()

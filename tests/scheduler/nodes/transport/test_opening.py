@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -127,3 +129,26 @@ def test_jax_needs_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
         assert str(caught.value) == (
             "jax transfers need 96 file descriptors, and 95 are free (`ulimit -n`)"
         )
+
+
+@pytest.mark.parametrize(
+    ("devices", "given", "expected"),
+    [([], None, "^ib"), ([], "^cuda", "^cuda"), (["mlx5_0"], None, None)],
+    ids=["no device", "given", "a device"],
+)
+def test_ucx_loads_drivers_of_infiniband_only_for_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    devices: list[str],
+    given: str | None,
+    expected: str | None,
+) -> None:
+    for device in devices:
+        (tmp_path / device).mkdir()
+    monkeypatch.setattr(nixl_agent, "_INFINIBAND", tmp_path)
+    monkeypatch.setattr(nixl_agent.NixlAgent, "_test", lambda agent: None)
+    monkeypatch.setenv("UCX_MODULES", "^ib" if given is None else given)
+    if given is None:
+        monkeypatch.delenv("UCX_MODULES")
+    nixl_agent.NixlAgent(1 << 16, devices=None).close()
+    assert os.environ.get("UCX_MODULES") == expected
