@@ -233,7 +233,7 @@ WAITS: Final[dict[str, tuple[Bug, ...]]] = {
         then("a poll of the transport waits for an event", THREADED,
              "            crash = self._crash", "self._changed.wait(0.001)"),
         then("an offer sleeps", THREADED,
-             "        self._offered.add(part_id)", "time.sleep(0.001)"),
+             "            self._offered.add(part_id)", "time.sleep(0.001)"),
     ),
     "the transport of a process after transfers": (
         then("a poll in a process sleeps", IN_PROCESS,

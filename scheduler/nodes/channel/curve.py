@@ -114,8 +114,12 @@ class HandshakeMonitor:
         address = f"inproc://handshakes-{next(_MONITOR_NUMBERS)}"
         socket.monitor(address, events)
         self._events = socket.context.socket(zmq.PAIR)
-        self._events.set(zmq.RCVHWM, _MAX_EVENTS)
-        self._events.connect(address)
+        try:
+            self._events.set(zmq.RCVHWM, _MAX_EVENTS)
+            self._events.connect(address)
+        except BaseException:
+            self._events.close()
+            raise
 
     @property
     def file(self) -> int:

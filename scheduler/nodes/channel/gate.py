@@ -26,6 +26,7 @@ import selectors
 import socket
 import time
 from collections import Counter
+from contextlib import suppress
 from threading import Lock, Thread
 from typing import Final
 
@@ -138,7 +139,8 @@ class Gate:
     def close(self) -> None:
         """Close the listener and all connections."""
         self._is_closed = True
-        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        with suppress(OSError):  # a close that was interrupted has shut it down already
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
         self._listener.close()
 
@@ -202,8 +204,12 @@ class Gate:
                 return
             connection = _Connection(accepted, now)
             self._unproven[connection] = None
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._selector.register(accepted, selectors.EVENT_READ, connection.outside)
+            try:
+                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._selector.register(accepted, selectors.EVENT_READ, connection.outside)
+            except OSError:  # of this connection, not of the gate
+                self._close(connection)
+                continue
             self._serve(connection.outside, selectors.EVENT_READ)
 
     def _make_room(self) -> None:

@@ -151,16 +151,18 @@ class ZmqChannel:
         self._max_peers = max_peers
         self._gate: Gate | None = None
         self._context = zmq.Context()
-        # A socket that is closed counts until a thread of ZeroMQ has come to it.
-        most_peers = 2 * max_peers + _CLOSING_PEERS
-        self._context.set(zmq.MAX_SOCKETS, _SOCKETS_PER_PEER * most_peers)
-        self._inbox = self._context.socket(zmq.PULL)
-        self._monitor = HandshakeMonitor(self._inbox, ALL_FAILURES)
         try:
+            # A socket that is closed counts until a thread of ZeroMQ has come to it.
+            most_peers = 2 * max_peers + _CLOSING_PEERS
+            self._context.set(zmq.MAX_SOCKETS, _SOCKETS_PER_PEER * most_peers)
+            self._inbox = self._context.socket(zmq.PULL)
+            self._monitor = HandshakeMonitor(self._inbox, ALL_FAILURES)
             self.address = self._bind(bind)
-        except (OSError, zmq.ZMQError) as error:
+        except BaseException as error:
             self.close()
-            raise ChannelAddressError(f"cannot bind {bind}: {error.strerror}") from None
+            if isinstance(error, (OSError, zmq.ZMQError)):
+                raise ChannelAddressError(f"cannot bind {bind}: {error.strerror}") from None
+            raise
 
     def _bind(self, address: str) -> str:
         """Bind the inbox, or the gate in front of it; return the address."""
@@ -184,7 +186,7 @@ class ZmqChannel:
             listener.bind((host.strip("[]"), int(port)))
             port = listener.getsockname()[1]
             self._gate = Gate(listener, inbox, self._monitor, max_connections=self._max_peers)
-        except OSError:
+        except BaseException:
             listener.close()
             raise
         return f"{host}:{port}"
@@ -203,8 +205,9 @@ class ZmqChannel:
         if known is None and not self.has_room:
             raise TooManyPeersError(peer, self._max_peers)
         if known is None or known.address != address:
-            self.disconnect(peer)
             self._peers[peer] = self._open(address)
+            if known is not None:
+                known.close()
 
     @property
     def has_room(self) -> bool:
@@ -213,7 +216,19 @@ class ZmqChannel:
 
     def _open(self, address: str) -> _Peer:
         to = self._context.socket(zmq.PUSH)
-        monitor = HandshakeMonitor(to, PROTOCOL_FAILURES)
+        try:
+            monitor = HandshakeMonitor(to, PROTOCOL_FAILURES)
+            try:
+                self._connect(to, address)
+                return _Peer(address, to, monitor)
+            except BaseException:
+                monitor.close()
+                raise
+        except BaseException:
+            to.close()
+            raise
+
+    def _connect(self, to: zmq.Socket[bytes], address: str) -> None:
         to.set(zmq.LINGER, 0)
         to.set(zmq.SNDHWM, _QUEUE_MESSAGES)
         to.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -226,7 +241,6 @@ class ZmqChannel:
         if self._keys is not None:
             self._keys.guard(to, is_server=False)
         to.connect(f"tcp://{address}")
-        return _Peer(address, to, monitor)
 
     def disconnect(self, peer: str) -> None:
         """Forget a peer and the messages in its queue. An unknown peer is ignored."""
@@ -255,8 +269,9 @@ class ZmqChannel:
             raise UnknownPeerError(peer)
         to = self._peers[peer]
         if to.monitor.take(1):  # one side has a secret, the other has none: ZeroMQ gives up
-            to.close()
-            to = self._peers[peer] = self._open(to.address)
+            refused, to = to, self._open(to.address)
+            self._peers[peer] = to
+            refused.close()
         self._sequence += 1
         packet = Packet(self.name, peer, self.epoch, self._sequence, message, pull_info)
         frame = encode_frame(packet)
@@ -328,13 +343,9 @@ class ZmqChannel:
     def close(self) -> None:
         """Close the sockets and drop unsent messages. Closing twice does nothing."""
         if not self._context.closed:
-            for peer in self._peers.values():
-                peer.close()
             if self._gate is not None:
                 self._gate.close()
-            self._inbox.close()
-            self._monitor.close()
-            self._context.term()
+            self._context.destroy(linger=0)
 
     def _check_open(self) -> None:
         if self._context.closed:
