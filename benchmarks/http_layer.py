@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 STREAMS = 64
 PROMPT_TOKENS = 64
 VOCABULARY = 340
+_TIMES = ("time_to_first_token", "inter_token_latency", "request_latency")
 SYSTEM_MODULES = Path(__file__).resolve().parent.parent
 
 
@@ -85,6 +86,11 @@ class Turn:
             client_us = 1e6 * self.client_s / self.tokens
             text += f", {self.tokens / self.chunks:.2f} tokens per chunk, client {client_us:.1f} us"
         return text
+
+
+def _times(report: dict[str, Any], name: str) -> str:
+    found = report[name]
+    return f"{name} p50 {found['p50']:.1f}, p99 {found['p99']:.1f} {found['unit']}"
 
 
 class PacedEngine:
@@ -231,6 +237,7 @@ class Measured:
             if not found:
                 raise SystemExit(f"AIPerf failed:\n{printed.decode()[-4000:]}")
             report = json.loads(found[0].read_text())
+            print("  AIPerf:", ", ".join(_times(report, each) for each in _TIMES), flush=True)
             num_tokens = round(report["total_output_tokens"]["avg"])
             rate = report["output_token_throughput"]["avg"]
             # As the server counts: with the chat template, and as this tokenizer reads the words.
