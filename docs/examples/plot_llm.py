@@ -97,5 +97,5 @@ axes.barh(
     color="#1b9e77",
     label="from the cache",
 )
-axes.legend(loc="upper center", ncols=2, bbox_to_anchor=(0.5, 1.5), frameon=False)
+figure.legend(loc="outside upper center", ncols=2, frameon=False)
 plt.show()

@@ -9,7 +9,7 @@ request::
                                                         offset; negative: do not write (padding, or
                                                         a shared block that already holds it)
     q_starts    [ 0, 1, 5, 0 ]    q_lengths  [ 1, 4, 3, 0 ]     B = 4: the last row is padding
-    kv_lengths  [ 41, 4, 19, 0 ]  logit_rows [ 0, 4, 7, 0 ]     index in `tokens` of each last token
+    kv_lengths  [ 41, 4, 19, 0 ]  logit_rows [ 0, 4, 7, 0 ]     index in tokens of each last token
 
 Each layer writes its KV before attention, so a chunk reads its own tokens from the cache. How a
 prompt is split into chunks does not change the result.
