@@ -117,6 +117,7 @@ class ClientProcess:
         self._process.kill()
         self._process.wait()
         self._control.close()
+        self._view = memoryview(b"")  # whose mapping has a descriptor of its own
         os.close(self._file)
         os.close(self._life)
 
