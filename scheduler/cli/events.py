@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..terminal.console import table
+from ..terminal.interrupts import remember_interrupts
 from .errors import BadInputError
 from .kv_events import check_libraries
 from .output import check_destination, emit
@@ -26,11 +28,14 @@ def run(arguments: argparse.Namespace) -> int:
     from ..events import EventSubscriber  # here, because it needs the extra
     from ..events.check import StreamChecker
 
-    with EventSubscriber(arguments.endpoint, arguments.replay, arguments.topic) as subscriber:
+    with (
+        EventSubscriber(arguments.endpoint, arguments.replay, arguments.topic) as subscriber,
+        remember_interrupts() as is_interrupted,
+    ):
         checker = StreamChecker(subscriber.replay)
         try:
             print(f"radixkv: checking {arguments.endpoint}", file=sys.stderr, flush=True)
-            _check(arguments, subscriber, checker)
+            _check(arguments, subscriber, checker, is_interrupted)
         except KeyboardInterrupt:
             pass  # the usual end
         except TimeoutError as error:
@@ -49,13 +54,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(
-    arguments: argparse.Namespace, subscriber: EventSubscriber, checker: StreamChecker
+    arguments: argparse.Namespace,
+    subscriber: EventSubscriber,
+    checker: StreamChecker,
+    is_interrupted: Callable[[], bool],
 ) -> None:
     end = None if arguments.seconds is None else time.monotonic() + arguments.seconds
     checker.begin()
     while arguments.batches is None or checker.num_batches < arguments.batches:
         wait_s = _POLL_S if end is None else min(_POLL_S, end - time.monotonic())
-        if wait_s < 0:
+        if wait_s < 0 or is_interrupted():
             return
         message = subscriber.receive(wait_s)
         if message is not None:

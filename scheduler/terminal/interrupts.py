@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -23,6 +23,26 @@ def hold_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def remember_interrupts() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether there was a ctrl-C since the begin of the block.
+
+    A ctrl-C raises `KeyboardInterrupt` as usual. Python prints and loses one that is raised in the
+    callback of a weak reference or in ``__del__``: a loop that asks ends all the same.
+    """
+    interrupts: list[int] = []
+
+    def remember(number: int, _: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield lambda: bool(interrupts)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from radixkv.kvcache import BlockRemoved, CacheManager, EventBatch
-from radixkv.scheduler.events import EventPublisher
+from radixkv.scheduler.events import EventPublisher, EventSubscriber
 from radixkv.scheduler.fuzz.kv_events import as_event
 from radixkv.spec.model.events import Consumer
 
@@ -87,6 +88,31 @@ def test_an_interrupt_is_the_usual_end(publisher: EventPublisher) -> None:
         out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
     assert "No finding.\n" in out
+
+
+def test_an_interrupt_that_python_loses_is_the_end(
+    radixkv: Any, publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that is raised in the callback of a weak reference can be caught."""
+    lost: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
+    num_calls = iter(range(3))
+
+    class Referent:
+        pass
+
+    def receive(*_: object) -> None:
+        assert next(num_calls) == 0, "the command goes on"
+        referent = Referent()
+        reference = weakref.ref(referent, lambda _: signal.raise_signal(signal.SIGINT))
+        del referent
+        assert reference() is None
+
+    monkeypatch.setattr(EventSubscriber, "receive", receive)
+    outcome = radixkv("events", "check", publisher.endpoint)
+    assert (outcome.status, len(lost)) == (0, 1)
+    assert lost[0].exc_type is KeyboardInterrupt
+    assert "No finding.\n" in outcome.stdout
 
 
 def test_a_late_start_is_told(radixkv: Any, publisher: EventPublisher) -> None:
