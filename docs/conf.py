@@ -48,12 +48,14 @@ html_static_path = ["_static"]
 html_logo = html_favicon = "_static/logo.svg"
 copybutton_exclude = ".linenos, .gp, .go"  # copy commands without prompts and output
 html_css_files = ["site.css"]
+html_js_files = ["sidebar.js"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 intersphinx_mapping = import_module("inventories").write_inventories()  # in _generate/
 
+autosummary_filename_map = import_module("objects").FILE_NAMES
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"

@@ -61,6 +61,9 @@ OPTIONS: Final = {
 }
 """Options of autodoc for objects that need others than ``:members:``."""
 
+FILE_NAMES: Final = {"radixkv.spec.run": "radixkv.spec.run-function"}
+"""Of files that would differ from another only by the case, which some systems ignore."""
+
 
 class Objects(SphinxDirective):
     """``{objects} PACKAGE`` and names in it, one per line: a table of name and first sentence."""
@@ -92,12 +95,14 @@ def write_pages() -> None:
     """Write the page of each listed object, and remove pages that no list names any more."""
     PAGES.mkdir(exist_ok=True)
     sources = [path.read_text("utf-8") for path in REFERENCE.rglob("*.md")]
-    pages = {
-        PAGES / f"{package}.{name}.rst": _page(f"{package}.{name}")
+    objects = [
+        f"{package}.{name}"
         for source in sources
         for package, names in _LIST.findall(source)
         for name in names.split()
-    }
+    ]
+    pages = {PAGES / f"{FILE_NAMES.get(name, name)}.rst": _page(name) for name in objects}
+    assert len({path.name.lower() for path in pages}) == len(set(objects)), "one file for two pages"
     for path in set(PAGES.iterdir()) - set(pages):
         path.unlink()
     for path, text in pages.items():

@@ -28,7 +28,7 @@ class Metric(Generic[Source]):
         text: its meaning, in a line.
         read: its values in a source.
         labels: names of its labels, besides those of the source.
-        vllm: name in vLLM without ``vllm:``, if it means the same there.
+        in_vllm: whether vLLM has a metric with the same meaning, and so with this name.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Metric(Generic[Source]):
     text: str
     read: Callable[[Source], Values]
     labels: tuple[str, ...] = ()
-    vllm: str | None = None
+    in_vllm: bool = False
 
 
 def _hits(now: Snapshot) -> Values:
@@ -153,21 +153,21 @@ METRICS: Final[tuple[Metric[Snapshot], ...]] = (
         "gauge",
         "Requests that hold blocks.",
         lambda now: now.num_running,
-        vllm="num_requests_running",
+        in_vllm=True,
     ),
     Metric(
         "num_requests_waiting",
         "gauge",
         "Requests without blocks: new ones, and preempted ones.",
         lambda now: now.num_waiting,
-        vllm="num_requests_waiting",
+        in_vllm=True,
     ),
     Metric(
         "kv_cache_usage_perc",
         "gauge",
         "Part of the device's blocks that requests hold, from 0 to 1.",
         _usage,
-        vllm="kv_cache_usage_perc",
+        in_vllm=True,
     ),
     Metric(
         "cache_config_info",
@@ -175,42 +175,42 @@ METRICS: Final[tuple[Metric[Snapshot], ...]] = (
         "Always 1; the labels are the sizes of the cache.",
         _configuration,
         ("block_size", "num_gpu_blocks", "num_cpu_blocks", "cache_dtype", "attention_backend"),
-        vllm="cache_config_info",
+        in_vllm=True,
     ),
     Metric(
         "prefix_cache_queries",
         "counter",
         "Prompt tokens that were looked up, counted as they are found or computed.",
         lambda now: now.stats.scheduler.prompt_tokens,
-        vllm="prefix_cache_queries",
+        in_vllm=True,
     ),
     Metric(
         "prefix_cache_hits",
         "counter",
         "Prompt tokens that were found on the device.",
         lambda now: now.stats.scheduler.hit_tokens,
-        vllm="prefix_cache_hits",
+        in_vllm=True,
     ),
     Metric(
         "external_prefix_cache_queries",
         "counter",
         "Prompt tokens that were not found on the device; only with a host tier.",
         _queries_below,
-        vllm="external_prefix_cache_queries",
+        in_vllm=True,
     ),
     Metric(
         "external_prefix_cache_hits",
         "counter",
         "Prompt tokens that were found on the host or in storage; only with a host tier.",
         _hits_below,
-        vllm="external_prefix_cache_hits",
+        in_vllm=True,
     ),
     Metric(
         "prompt_tokens",
         "counter",
         "Prompt tokens that were found or computed, each once.",
         lambda now: now.stats.scheduler.prompt_tokens,
-        vllm="prompt_tokens",
+        in_vllm=True,
     ),
     Metric(
         "prompt_tokens_cached_by_source",
@@ -218,21 +218,21 @@ METRICS: Final[tuple[Metric[Snapshot], ...]] = (
         "Prompt tokens that were found, by tier: device, host, storage.",
         _hits,
         ("source",),
-        vllm="prompt_tokens_cached_by_source",
+        in_vllm=True,
     ),
     Metric(
         "generation_tokens",
         "counter",
         "Tokens that were generated.",
         lambda now: now.num_generated,
-        vllm="generation_tokens",
+        in_vllm=True,
     ),
     Metric(
         "num_preemptions",
         "counter",
         "Times that a request lost its blocks.",
         lambda now: now.stats.scheduler.preemptions,
-        vllm="num_preemptions",
+        in_vllm=True,
     ),
     Metric(
         "request_success",
@@ -240,7 +240,7 @@ METRICS: Final[tuple[Metric[Snapshot], ...]] = (
         "Requests that ended, by reason: stop, length, abort, error (the engine failed), refused.",
         lambda now: {(reason,): count for reason, count in now.ended.items()},
         ("finished_reason",),
-        vllm="request_success",
+        in_vllm=True,
     ),
     Metric(
         "kv_blocks",
@@ -383,12 +383,11 @@ HISTOGRAM_TEXTS: Final[Mapping[str, str]] = {
 assert HISTOGRAM_TEXTS.keys() == HISTOGRAMS.keys()
 
 
-def table() -> Iterable[tuple[str, str, tuple[str, ...], str, str]]:
-    """Return name, type, labels, meaning and vLLM's name of each metric; "" if vLLM has none."""
-    yield PREFIX + ENGINE_UP, "gauge", (), ENGINE_UP_TEXT, ""
-    yield PREFIX + SNAPSHOT_AGE, "gauge", (), SNAPSHOT_AGE_TEXT, ""
+def table() -> Iterable[tuple[str, str, tuple[str, ...], str, bool]]:
+    """Return name, type, labels and meaning of each metric, and whether vLLM has it."""
+    yield PREFIX + ENGINE_UP, "gauge", (), ENGINE_UP_TEXT, False
+    yield PREFIX + SNAPSHOT_AGE, "gauge", (), SNAPSHOT_AGE_TEXT, False
     for each in METRICS:
-        vllm = "" if each.vllm is None else f"vllm:{each.vllm}"
-        yield PREFIX + each.name, each.kind, each.labels, each.text, vllm
+        yield PREFIX + each.name, each.kind, each.labels, each.text, each.in_vllm
     for name, text in HISTOGRAM_TEXTS.items():
-        yield PREFIX + name, "histogram", (), text, f"vllm:{name}"
+        yield PREFIX + name, "histogram", (), text, True

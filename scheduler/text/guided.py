@@ -86,7 +86,7 @@ class Guided:
 
 
 class TokenGuide:
-    """Which token may come next in one output; see `radixkv.scheduler.request.Guide`."""
+    """Which token may come next in one output; see ``request.Guide``."""
 
     def __init__(self, matcher: LLMatcher, end_token_ids: Collection[int]) -> None:
         self._matcher = matcher
@@ -99,7 +99,7 @@ class TokenGuide:
         return TokenGuide(self._matcher.deep_copy(), self._end_token_ids)
 
     def allow(self, output_tokens: Sequence[int], words: Int32Array) -> None:
-        """Write the tokens that may follow an output; see `Guide.allow`."""
+        """Write the tokens that may follow an output; see ``Guide.allow``."""
         matcher = self._matcher
         matcher.consume_tokens(list(output_tokens[self._num_taken :]))
         self._num_taken = len(output_tokens)

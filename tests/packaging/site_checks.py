@@ -187,8 +187,13 @@ def _check_objects(pages: Mapping[str, Page], public: Iterable[frozenset[str]]) 
         for name, page in pages.items()
         for link in page.listed
     }
-    for name in (name for name in pages if name.startswith(OBJECTS)):
-        page, full_name = pages[name], name.removeprefix(OBJECTS).removesuffix(".html")
+    objects = {
+        name: name.removeprefix(OBJECTS).removesuffix(".html").removesuffix("-function")
+        for name in pages
+        if name.startswith(OBJECTS)
+    }
+    for name in objects:
+        page, full_name = pages[name], objects[name]
         if page.objects != [full_name]:
             yield f"{name}: describes {page.objects}, not the object that it is named after"
         if page.title != full_name.rpartition(".")[2]:
@@ -196,7 +201,7 @@ def _check_objects(pages: Mapping[str, Page], public: Iterable[frozenset[str]]) 
         if name not in listed:
             yield f"{name}: in no table of objects"
     for names in public:
-        described = sum(f"{OBJECTS}{name}.html" in pages for name in names)
+        described = sum(name in objects.values() for name in names)
         if described != 1:
             yield f"{min(names)}: public, with {described} pages of its own, not one"
 

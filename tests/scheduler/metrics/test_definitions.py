@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as TheirHistogram
 
 from radixkv.scheduler import metrics as package
-from radixkv.scheduler.metrics.definitions import PREFIX, table
+from radixkv.scheduler.metrics.definitions import table
 from radixkv.scheduler.metrics.families import families
 from radixkv.scheduler.metrics.histogram import Histogram
 from radixkv.scheduler.metrics.recorder import HISTOGRAMS
@@ -26,22 +26,23 @@ HOWTO = Path(__file__).parents[3] / "docs" / "howto"
 TABLE = list(table())
 
 
-def test_the_table_of_the_docs_is_that_of_the_metrics():
-    rows = re.findall(r"^\| `(radixkv:.*)\|$", (HOWTO / "metrics.md").read_text(), re.M)
+def test_the_tables_of_the_docs_are_those_of_the_metrics():
+    text = (HOWTO / "metrics.md").read_text().split("\n## Namespaces\n")[0]
     documented = []
-    for row in rows:
-        name, kind, labels, text, vllm = (cell.strip() for cell in f"`{row}".split("|"))
-        words = tuple(re.findall(r"`(\w+)`", labels))
-        documented.append((name.strip("`"), kind, words, text, vllm.strip("`")))
-    assert documented == TABLE
+    for in_vllm, part in zip((True, False), text.split("\n### ")[1:], strict=True):
+        for row in re.findall(r"^\| (`radixkv:.*)\|$", part, re.M):
+            name, kind, text = (cell.strip() for cell in row.split("|"))
+            text, _, labels = text.partition(" Labels: ")
+            words = tuple(re.findall(r"`(\w+)`", labels))
+            documented.append((name.strip("`"), kind, words, text, in_vllm))
+    assert documented == sorted(TABLE, key=lambda row: not row[-1])
 
 
-def test_names_are_those_of_vllm_or_documented_as_our_own():
+def test_names_have_the_form_of_prometheus():
     names = [name for name, *_ in TABLE]
     assert len(set(names)) == len(names)
-    for name, kind, _, _, vllm in TABLE:
+    for name, kind, *_ in TABLE:
         assert re.fullmatch(r"radixkv:[a-z0-9_]+", name)
-        assert vllm in ("", name.replace(PREFIX, "vllm:"))
         assert not name.endswith(("_total", "_bucket", "_sum", "_count")), kind
 
 
