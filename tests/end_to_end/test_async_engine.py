@@ -8,8 +8,9 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -75,6 +76,17 @@ class Gate:
     def open(self) -> None:
         self._is_open = True
         self._permits.release(1)
+
+
+@contextmanager
+def held(engine: AsyncEngine) -> Iterator[None]:
+    """Let the engine obey all commands of the block together, after it."""
+    leave = threading.Event()
+    engine.submit_call(lambda _: leave.wait())
+    try:
+        yield
+    finally:
+        leave.set()
 
 
 async def last(stream: OutputStream) -> GenerationOutput:
@@ -360,8 +372,9 @@ def test_an_abort_is_an_event(served):
 
     async def main() -> None:
         async with AsyncEngine(inner) as engine:
-            waiting = engine.generate(PROMPTS[1], PARAMS)
-            waiting.abort()
+            with held(engine):
+                waiting = engine.generate(PROMPTS[1], PARAMS)
+                waiting.abort()
             output = await last(waiting)
             assert (output.token_ids, output.finish_reason) == ((), "abort")
             running = engine.generate(PROMPTS[0], PARAMS)
@@ -534,9 +547,11 @@ def test_refusals_are_raised_by_the_stream_and_harm_no_other(served):
 
     async def main() -> None:
         async with AsyncEngine(fresh(compiled, num_blocks=20)) as engine:
-            good = engine.generate(PROMPTS[0], PARAMS, request_id="same")
+            with held(engine):
+                good = engine.generate(PROMPTS[0], PARAMS, request_id="same")
+                same = engine.generate(PROMPTS[1], PARAMS, request_id="same")
             with pytest.raises(RequestError, match=r"^request 'same' is already active$"):
-                await last(engine.generate(PROMPTS[1], PARAMS, request_id="same"))
+                await last(same)
             with pytest.raises(RequestError, match="outside the vocabulary of 1024"):
                 await last(engine.generate([5000], PARAMS))
             with pytest.raises(RequestTooLargeError):
@@ -628,11 +643,20 @@ def test_a_second_close_aborts_what_the_first_one_waits_for(served):
 
 def test_leaving_with_an_error_aborts(served):
     inner = fresh(served[0])
+    gate = Gate(inner)
     streams = []
 
     async def main() -> None:
         async with AsyncEngine(inner) as engine:
+            close = engine._thread.close
+
+            def close_and_go_on(**options: Any) -> None:
+                close(**options)
+                gate.open()
+
+            engine._thread.close = close_and_go_on  # type: ignore[method-assign]
             streams.append(engine.generate(PROMPTS[0], GenerationParams(max_tokens=300)))
+            gate.allow(4)
             await anext(streams[0])
             raise ZeroDivisionError
 

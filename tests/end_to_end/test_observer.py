@@ -23,6 +23,7 @@ from radixkv.scheduler import (
 from radixkv.scheduler.serving import EndReason, EngineObserver
 
 from .conftest import fresh
+from .test_async_engine import held
 from .test_engine import PROMPTS
 
 
@@ -172,7 +173,8 @@ def test_nobody_waits_for_ever_if_an_observer_raises(compiled, method, at):
         engine = AsyncEngine(fresh(compiled))
         engine.observe(log)
         params = GenerationParams(max_tokens=3, ignore_eos=True)
-        streams = [engine.generate(prompt, params) for prompt in PROMPTS[:2]]
+        with held(engine):
+            streams = [engine.generate(prompt, params) for prompt in PROMPTS[:2]]
         called = asyncio.gather(engine.call(lambda _: "called"), return_exceptions=True)
         read = await asyncio.wait_for(asyncio.gather(*map(read_all, streams)), 30)
         await asyncio.wait_for(called, 30)
