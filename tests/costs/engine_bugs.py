@@ -25,6 +25,9 @@ TRANSFERS: Final = "scheduler.nodes.transport.transfer_table"
 CODEC: Final = "scheduler.nodes.channel.codec"
 CHANNEL: Final = "scheduler.nodes.channel.zmq_channel"
 GATE: Final = "scheduler.nodes.channel.gate"
+JAX: Final = "scheduler.nodes.transport.jax_engine"
+NIXL: Final = "scheduler.nodes.transport.nixl_engine"
+AGENT: Final = "scheduler.nodes.transport.nixl_agent"
 
 IDLE: Final = "any(node is None for node in self.manager._tree.nodes())"
 
@@ -129,6 +132,21 @@ WALKS: Final[dict[str, tuple[Bug, ...]]] = {
             ("        return len(self._peers) < self._max_peers\n",
              "        return sum(1 for _ in self._peers) < self._max_peers\n")),
     ),
+    "the jax engine with idle connections": (
+        bug("connections are counted one by one", JAX,
+            ("        return len(self._idle)\n", "        return sum(1 for _ in self._idle)\n")),
+        then("an idle connection is looked for", JAX,
+             "        self.num_running -= 1\n        self._idle.append(connection)",
+             "[each for each in self._idle if each is connection]"),
+    ),
+    "the nixl engine with parts": (
+        then("offers are looked at in each turn", NIXL,
+             "        for confirmation in self._agent.take_notifications():",
+             "    [each for each in self._unconfirmed.values() if each.is_read]"),
+        then("an offer is compared with those that are not confirmed", NIXL,
+             "        offer = NixlOffer(self, slot, confirmation)",
+             "any(each == confirmation for each in self._unconfirmed)"),
+    ),
 }  # fmt: skip
 
 KEPT: Final[dict[str, tuple[Bug, ...]]] = {
@@ -196,6 +214,24 @@ KEPT: Final[dict[str, tuple[Bug, ...]]] = {
         kept("attempts that were withdrawn are kept", TRANSFERS,
              "            self._withdrawn.remove(key)", "key"),
     ),
+    "the jax engine": (
+        kept("pulls that have arrived are kept", JAX,
+             "        self.num_running -= 1", "connection"),
+        bug("broken pulls stay in quarantine", JAX,
+            ("[pull for pull in self._quarantine if not pull.has_ended()]",
+             "list(self._quarantine)")),
+        kept("routes of peers are kept", JAX, "        route = unseal(route)", "route"),
+    ),
+    "the nixl engine": (
+        bug("offers wait for a confirmation after their end", NIXL,
+            ("        self._engine._unconfirmed.pop(self._confirmation, None)\n", "")),
+        kept("pulls that have ended are kept", NIXL,
+             "                self._quarantine.remove(pull)", "pull"),
+        bug("peers that are gone are counted", AGENT,
+            ("            del self._num_pulls[peer]\n", "")),
+        bug("the reads of a part are not released", AGENT,
+            ("                self.nixl.release_dlist_handle(each)\n", "                pass\n")),
+    ),
     "channel": (
         kept("addresses of peers are kept", CHANNEL,
              "        known = self._peers.pop(peer, None)", "peer"),
@@ -238,6 +274,20 @@ WAITS: Final[dict[str, tuple[Bug, ...]]] = {
     "the transport of a process after transfers": (
         then("a poll in a process sleeps", IN_PROCESS,
              "        now = time.monotonic()", "time.sleep(0.001)"),
+    ),
+    "the jax engine after transfers": (
+        then("a pull sleeps until it has arrived", JAX,
+             "        self.num_running += 1", "time.sleep(0.001)"),
+        then("a withdrawal sleeps", JAX,
+             "        self._is_waiting = not was_read", "time.sleep(0.001)"),
+    ),
+    "the nixl engine after transfers": (
+        then("a part is waited for", NIXL,
+             "        self._waiting.clear()  # stops the helper",
+             "__import__('time').sleep(0.001)"),
+        then("a read is waited for", AGENT,
+             "            state = self.nixl.check_xfer_state(handle)",
+             "__import__('threading').Event().wait(0.001)"),
     ),
     "the channel with peers": (
         then("a message waits for an answer", CHANNEL,

@@ -17,7 +17,7 @@ from radixkv.scheduler.gateway.gateway import Gateway, RunAttempt
 from radixkv.scheduler.handoff import Hits
 from radixkv.scheduler.serving.engine_thread import EngineThread
 
-from . import engine_bugs, engine_subjects, node_subjects
+from . import engine_bugs, engine_subjects, node_subjects, transfer_subjects
 from .measure import census, growth
 from .planting import Bug, bug, planted, planted_source
 
@@ -145,6 +145,7 @@ SUBJECTS: dict[str, Callable[[], Iterator[object]]] = {
     "storage": storages,
     **engine_subjects.DRAINS,
     **node_subjects.DRAINS,
+    **transfer_subjects.DRAINS,
 }
 
 BUGS: dict[str, tuple[Bug, ...]] = {
