@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .problems import HEADLINE, Record, Sizes, point
-from .timing import time_jax, time_torch
+from .timing import Timing, measure, time_torch
 
 
 class AbsentError(Exception):
@@ -28,12 +28,11 @@ def _torch() -> Any:
     return torch
 
 
-def _decode_record(sizes: Sizes, batch: int, length: int, seconds: float) -> Record:
+def _decode_record(sizes: Sizes, batch: int, length: int) -> Record:
     return {
         "operation": "decode",
         "point": point(batch, length),
         "block_size": HEADLINE,
-        "seconds": seconds,
         "bytes": sizes.kv_bytes(batch * length),
     }
 
@@ -54,7 +53,7 @@ def torch_cudnn_decode(sizes: Sizes) -> Iterator[Record]:
         calls = [lambda q=q, k=k, v=v: attend(q, k, v, enable_gqa=True) for k, v in caches]
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             seconds = time_torch(calls, sizes)
-        yield _decode_record(sizes, batch, length, seconds)
+        yield _decode_record(sizes, batch, length) | {"seconds": seconds}
         del calls, caches
         torch.cuda.empty_cache()
 
@@ -92,13 +91,18 @@ def torch_cudnn_extend(sizes: Sizes) -> Iterator[Record]:
 def jax_cudnn_decode(sizes: Sizes) -> Iterator[Record]:
     """Paged attention of cuDNN, through an internal function of JAX."""
     import jax
-    import jax.numpy as jnp
 
     if jax.default_backend() != "gpu":
         raise AbsentError("no GPU")
+    yield from measure((_jax_cudnn(sizes, *each) for each in sizes.decode), sizes)
+
+
+def _jax_cudnn(sizes: Sizes, batch: int, length: int) -> Timing:
+    import jax
+    import jax.numpy as jnp
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
 
-    for batch, length in sizes.decode:
+    def make() -> Any:
         blocks = batch * length // HEADLINE  # it needs a pool of exactly this size
         shape = (blocks, sizes.kv_heads, HEADLINE, sizes.head_dim)
         keys = jax.random.split(jax.random.key(0), 2)
@@ -106,55 +110,56 @@ def jax_cudnn_decode(sizes: Sizes) -> Iterator[Record]:
         q = jnp.ones((batch, sizes.q_heads, 1, sizes.head_dim), jnp.bfloat16)
         ones, lengths = jnp.ones(batch, jnp.int32), jnp.full(batch, length, jnp.int32)
         table = jax.random.permutation(keys[0], blocks).reshape(batch, 1, -1, 1).astype(jnp.int32)
-
-        def attend(q: Any, v: Any, ones: Any, lengths: Any, table: Any, k: Any) -> Any:
-            return paged_attention(
-                q,
-                k,
-                v,
-                ones,
-                lengths,
-                table,
-                table,
-                scale=sizes.head_dim**-0.5,
-                mask_type=MaskType.PADDING,
-                qkv_layout="BNTH",
-            )
-
         copies = max(2, min(4, sizes.pool_tokens // (batch * length)))
-        calls = [(k + i,) for i in range(copies)]
-        seconds = time_jax(attend, calls, (q, v, ones, lengths, table), sizes)
-        yield _decode_record(sizes, batch, length, seconds)
+        return (q, v, ones, lengths, table), [(k + i,) for i in range(copies)]
+
+    def attend(q: Any, v: Any, ones: Any, lengths: Any, table: Any, k: Any) -> Any:
+        return paged_attention(
+            q,
+            k,
+            v,
+            ones,
+            lengths,
+            table,
+            table,
+            scale=sizes.head_dim**-0.5,
+            mask_type=MaskType.PADDING,
+            qkv_layout="BNTH",
+        )
+
+    return Timing(_decode_record(sizes, batch, length), attend, make)
 
 
 def jax_paged_decode(sizes: Sizes) -> Iterator[Record]:
     """Paged attention of JAX for GPUs (Pallas Triton), which splits the table's capacity."""
     import jax
-    import jax.numpy as jnp
 
     if jax.default_backend() != "gpu":
         raise AbsentError("no GPU")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+        yield from measure((_jax_paged(sizes, *each) for each in sizes.decode), sizes)
 
-        from .ours import make_tables
 
+def _jax_paged(sizes: Sizes, batch: int, length: int) -> Timing:
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    from .ours import make_tables
+
+    def make() -> Any:
         shape = (sizes.kv_heads, sizes.pool_tokens // HEADLINE + 1, HEADLINE, sizes.head_dim)
         keys = jax.random.split(jax.random.key(0), 2)
         k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
-        for batch, length in sizes.decode:
-            q = jnp.ones((batch, sizes.q_heads, sizes.head_dim), jnp.bfloat16)
-            tables = make_tables(sizes, HEADLINE, [length] * batch, sizes.calls)
-            splits = max(1, min(16, 64 // batch))
+        q = jnp.ones((batch, sizes.q_heads, sizes.head_dim), jnp.bfloat16)
+        tables = make_tables(sizes, HEADLINE, [length] * batch, sizes.calls)
+        return (q, k, v, jnp.full(batch, length, jnp.int32)), [(table,) for table in tables]
 
-            def attend(q: Any, k: Any, v: Any, lengths: Any, table: Any, s: int = splits) -> Any:
-                return paged_attention(q, k, v, table, lengths, k_splits=s)
+    def attend(q: Any, k: Any, v: Any, lengths: Any, table: Any) -> Any:
+        return paged_attention(q, k, v, table, lengths, k_splits=max(1, min(16, 64 // batch)))
 
-            lengths = jnp.full(batch, length, jnp.int32)
-            calls = [(table,) for table in tables]
-            seconds = time_jax(attend, calls, (q, k, v, lengths), sizes)
-            yield _decode_record(sizes, batch, length, seconds)
+    return Timing(_decode_record(sizes, batch, length), attend, make)
 
 
 def _flashinfer() -> tuple[Any, Any]:
@@ -223,7 +228,8 @@ def flashinfer_decode(sizes: Sizes) -> Iterator[Record]:
             return lambda: wrapper.run(q, pools)
 
         variants = [lambda b, t=t: make(b, t) for t in (False, True)]
-        yield _decode_record(sizes, batch, length, _best(torch, sizes, variants, ids))
+        seconds = _best(torch, sizes, variants, ids)
+        yield _decode_record(sizes, batch, length) | {"seconds": seconds}
 
 
 def flashinfer_extend(sizes: Sizes) -> Iterator[Record]:

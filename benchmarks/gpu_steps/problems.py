@@ -15,6 +15,13 @@ class Row(NamedTuple):
     cached: int
 
 
+class Kind(NamedTuple):
+    """The head_dim, and the dtype of the pools."""
+
+    head_dim: int
+    dtype: str
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of all problems of a run; `TINY` has the same structure as `FULL`."""
@@ -25,6 +32,10 @@ class Sizes:
     block_sizes: tuple[int, ...]
     decode: tuple[tuple[int, int], ...]
     """(batch, length)."""
+    mixed: dict[str, tuple[int, ...]]
+    """Lengths of the rows of one decode call, which peers do not run."""
+    decode_kinds: tuple[Kind, ...]
+    """Other heads and pools, for the first problem of `decode`."""
     extend: dict[str, tuple[Row, ...]]
     moved_blocks: tuple[int, ...]
     moved_pools: int
@@ -41,9 +52,12 @@ class Sizes:
     rounds: int
     """Timed rounds, of which the median is used."""
 
-    def kv_bytes(self, tokens: int) -> int:
-        """Bytes of K and V of `tokens` tokens in 16 bits."""
-        return 2 * self.kv_heads * self.head_dim * 2 * tokens
+    def kv_bytes(self, tokens: int, kind: Kind | None = None) -> int:
+        """Bytes of K and V of `tokens` tokens, in 16 bits without a kind."""
+        head_dim, itemsize = self.head_dim, 2
+        if kind is not None:
+            head_dim, itemsize = kind.head_dim, 2 if kind.dtype == "bfloat16" else 1
+        return 2 * self.kv_heads * head_dim * itemsize * tokens
 
     def attention_flops(self, rows: tuple[Row, ...]) -> int:
         """FLOPs of both matrix products of causal attention."""
@@ -66,10 +80,24 @@ FULL = Sizes(
     head_dim=128,
     block_sizes=(64, 16, 128),
     decode=((64, 4096), (256, 1024), (8, 8192), (1, 32768)),
+    mixed={
+        "1 x 128k + 63 x 1k": (131_072, *[1024] * 63),
+        "8 x 32k + 56 x 1k": (*[32_768] * 8, *[1024] * 56),
+        "34 x 4096": (4096,) * 34,
+        "256 rows, 64k / rank": tuple(max(512, 65_536 // (i + 1)) for i in range(256)),
+    },
+    decode_kinds=(
+        Kind(64, "bfloat16"),
+        Kind(256, "bfloat16"),
+        Kind(128, "int8"),
+        Kind(128, "float8_e4m3fn"),
+    ),
     extend={
         "8192 new": (Row(8192, 0),),
         "2048 new, 16k cached": (Row(2048, 16384),),
         "512 new, 32k cached": (Row(512, 32768),),
+        "128 new, 32k cached": (Row(128, 32768),),
+        "8 new, 32k cached": (Row(8, 32768),),
         "16 ragged rows": RAGGED,
     },
     moved_blocks=(64, 256, 1024),
@@ -89,6 +117,8 @@ TINY = Sizes(
     head_dim=16,
     block_sizes=(64, 16),
     decode=((2, 128),),
+    mixed={"1 x 200 + 2 x 9": (200, 9, 9)},
+    decode_kinds=(Kind(32, "bfloat16"), Kind(16, "int8")),
     extend={"2 ragged rows": (Row(1, 9), Row(8, 3))},
     moved_blocks=(2,),
     moved_pools=2,

@@ -10,50 +10,83 @@ PyTorch: the calls are captured into a CUDA graph if possible, and timed by CUDA
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from .problems import Sizes
+from .problems import Record, Sizes
 
 
-def time_jax(
-    function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], shared: Any, sizes: Sizes
-) -> float:
-    """Seconds of one `function(*shared, *call)`; each call has different arguments."""
+@dataclass(frozen=True)
+class Timing:
+    """A program to time, and the record that gets its time.
+
+    Attributes:
+        record: what is known before; `measure` adds the seconds of one call.
+        function: the function to call.
+        make: returns what all calls share, and the other arguments of each call. Arrays are made
+            when the program is timed, so that those of one program at a time are on the device.
+        is_in_place: whether ``state = function(state, *call)`` is timed, with the state donated,
+            and not ``function(*shared, *call)``.
+    """
+
+    record: Record
+    function: Callable[..., Any]
+    make: Callable[[], tuple[Any, Sequence[tuple[Any, ...]]]]
+    is_in_place: bool = False
+
+    def compile(self) -> Callable[..., Any]:
+        """Compile all calls to one program."""
+        import jax
+
+        function = self.function
+
+        def apply(shared: Any, calls: Sequence[tuple[Any, ...]]) -> Any:
+            return [function(*shared, *call) for call in calls]
+
+        def update(state: Any, calls: Sequence[tuple[Any, ...]]) -> Any:
+            for call in calls:
+                state = function(state, *call)
+            return state
+
+        shapes = jax.eval_shape(self.make)
+        if self.is_in_place:
+            return jax.jit(update, donate_argnums=0).lower(*shapes).compile()
+        return jax.jit(apply).lower(*shapes).compile()
+
+
+def measure(
+    timings: Iterable[Timing], sizes: Sizes, compiled: Callable[[], object] = lambda: None
+) -> Iterator[Record]:
+    """Yield the record of each timing with its seconds.
+
+    Args:
+        timings: programs, compiled at once on all cores before the first is timed.
+        sizes: number of launches and rounds.
+        compiled: called before the first is timed.
+    """
+    timings = list(timings)
+    with ThreadPoolExecutor() as pool:
+        programs = list(pool.map(Timing.compile, timings))
+    compiled()
+    for timing, program in zip(timings, programs, strict=True):
+        yield timing.record | {"seconds": _seconds(timing, program, sizes)}
+
+
+def _seconds(timing: Timing, program: Callable[..., Any], sizes: Sizes) -> float:
     import jax
 
-    program = jax.jit(lambda shared, calls: [function(*shared, *call) for call in calls])
-    jax.block_until_ready(program(shared, calls))
+    shared, calls = timing.make()
+    result = jax.block_until_ready(program(shared, calls))
     rounds = []
     for _ in range(sizes.rounds):
         start = time.perf_counter()
         for _ in range(sizes.launches):
-            result = program(shared, calls)  # earlier results are freed when their program ends
+            # Earlier results are freed when their program ends.
+            result = program(result if timing.is_in_place else shared, calls)
         jax.block_until_ready(result)
-        rounds.append(time.perf_counter() - start)
-    return median(rounds) / sizes.launches / len(calls)
-
-
-def time_in_place(
-    function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], state: Any, sizes: Sizes
-) -> float:
-    """Seconds of one `state = function(state, *call)`, with the state donated."""
-    import jax
-
-    def all_calls(state: Any, calls: Sequence[tuple[Any, ...]]) -> Any:
-        for call in calls:
-            state = function(state, *call)
-        return state
-
-    program = jax.jit(all_calls, donate_argnums=0)
-    state = jax.block_until_ready(program(state, calls))
-    rounds = []
-    for _ in range(sizes.rounds):
-        start = time.perf_counter()
-        for _ in range(sizes.launches):
-            state = program(state, calls)
-        jax.block_until_ready(state)
         rounds.append(time.perf_counter() - start)
     return median(rounds) / sizes.launches / len(calls)
 

@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from radixkv.kernels import tuning
+from radixkv.kernels.backends import target_device
 from radixkv.kernels.online_softmax import check_options
 from radixkv.kernels.paged_decode.config import DecodeConfig, choose_config
 
 from .problems import Record, Sizes, point
+from .timing import Timing
 
 COMPILED = Path(__file__).with_name("compiled.json")
 MAX_RATIO = 0.98
@@ -40,54 +42,23 @@ def without_spills(block_size: int) -> list[tuple[int, int]]:
     ]
 
 
-def tune(sizes: Sizes, block_size: int) -> Iterator[Record]:
-    """Time every configuration without spills, with the rule's splits, half and twice as many."""
-    from radixkv.kernels.backends import target_device
-    from radixkv.kernels.paged_decode import mosaic as paged_decode_mosaic
-
-    from .ours import make_pools, make_tables, normal
-    from .timing import time_jax
-
+def tune(sizes: Sizes, block_size: int) -> Iterator[Timing]:
+    """Every configuration without spills, with the rule's splits, half and twice as many."""
     device = target_device()
-    pools = make_pools(sizes, block_size)
-    options = check_options(sizes.head_dim**-0.5, None, None, None, sizes.q_heads)
     for batch, length in sizes.decode:
         rule = choose_config(batch, sizes.kv_heads, sizes.head_dim, length, 2, device.num_cores)
         splits = {rule.splits}
         if rule.splits > 1:
             splits |= {max(1, rule.splits // 2), 2 * rule.splits}
-        q = normal(3, (batch, sizes.q_heads, sizes.head_dim))
-        tables = make_tables(sizes, block_size, [length] * batch, sizes.calls)
-        lengths = jnp.full(batch, length, jnp.int32)
         configs = {rule} | {
             DecodeConfig(*tiling, split)
             for tiling in without_spills(block_size)
             for split in splits
         }
         for config in sorted(configs, key=lambda each: (each != rule, str(each))):
-
-            def attend(
-                q: Any, k: Any, v: Any, lengths: Any, table: Any, config: DecodeConfig = config
-            ) -> jax.Array:
-                out, _ = paged_decode_mosaic.decode(
-                    q,
-                    k,
-                    v,
-                    table,
-                    lengths,
-                    None,
-                    None,
-                    options=options,
-                    config=config,
-                    return_lse=False,
-                )
-                return out
-
-            seconds = time_jax(attend, [(table,) for table in tables], (q, *pools, lengths), sizes)
-            yield {
+            record = {
                 "tuned": point(batch, length),
                 "device_kind": device.name,
-                "seconds": seconds,
                 "rule": config == rule,
                 "entry": {
                     "dtype": "bfloat16",
@@ -99,6 +70,40 @@ def tune(sizes: Sizes, block_size: int) -> Iterator[Record]:
                     "config": vars(config),
                 },
             }
+            yield _timing(sizes, block_size, batch, length, config, record)
+
+
+def _timing(
+    sizes: Sizes, block_size: int, batch: int, length: int, config: DecodeConfig, record: Record
+) -> Timing:
+    from radixkv.kernels.paged_decode import mosaic as paged_decode_mosaic
+
+    from .ours import make_pools, make_tables, normal
+
+    options = check_options(sizes.head_dim**-0.5, None, None, None, sizes.q_heads)
+
+    def make() -> Any:
+        q = normal(3, (batch, sizes.q_heads, sizes.head_dim))
+        tables = make_tables(sizes, block_size, [length] * batch, sizes.calls)
+        shared = (q, *make_pools(sizes, block_size), jnp.full(batch, length, jnp.int32))
+        return shared, [(table,) for table in tables]
+
+    def attend(q: Any, k: Any, v: Any, lengths: Any, table: Any) -> jax.Array:
+        out, _ = paged_decode_mosaic.decode(
+            q,
+            k,
+            v,
+            table,
+            lengths,
+            None,
+            None,
+            options=options,
+            config=config,
+            return_lse=False,
+        )
+        return out
+
+    return Timing(record, attend, make)
 
 
 def tables_of(records: list[Record], measured: Record) -> dict[str, str]:

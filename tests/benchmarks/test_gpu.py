@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -66,6 +67,7 @@ def test_every_step(step):
 LIKE_FULL = replace(
     problems.FULL,
     decode=((8, 1024), (1, 2048)),
+    mixed={"1 x 4096 + 7 x 100": (4096, *[100] * 7)},
     extend={"ragged": (problems.Row(9, 100), problems.Row(64, 0))},
     moved_blocks=(8,),
     moved_pools=2,
@@ -75,48 +77,36 @@ LIKE_FULL = replace(
 )
 
 
-@pytest.fixture
-def lowered(monkeypatch):
-    """The programs that would be timed on an H100: lowered for one instead."""
-    programs = []
-
-    def lower(function, calls, shared, sizes):
-        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (shared, calls))
-        program = lambda shared, calls: [function(*shared, *call) for call in calls]  # noqa: E731
-        programs.append(lowered_for_h100(program, *arguments))
-        return 1.0
-
-    def lower_in_place(function, calls, state, sizes):
-        return lower(lambda state, *call: function(state, *call), calls, (state,), sizes)
-
-    for name, value in (("time_jax", lower), ("time_in_place", lower_in_place)):
-        monkeypatch.setattr(timing, name, value)
-        monkeypatch.setattr(ours, name, value)
-    return programs
+def lowered(timing) -> str:
+    """The program of a timing, lowered for an H100."""
+    shared, calls = jax.eval_shape(timing.make)
+    if timing.is_in_place:
+        program = lambda state, calls: [timing.function(state, *call) for call in calls]  # noqa: E731
+    else:
+        program = lambda shared, calls: [timing.function(*shared, *call) for call in calls]  # noqa: E731
+    return lowered_for_h100(program, shared, calls)
 
 
 @pytest.mark.parametrize("operation", ["decode", "extend", "moves"])
-def test_the_kernels_that_are_timed_are_lowered_for_an_h100(operation, lowered):
-    if operation == "moves":
-        # What is scattered is gathered first, by XLA, for the device that there is.
-        records = list(ours.moves(LIKE_FULL, "mosaic"))
-    else:
-        records = list(getattr(ours, operation)(LIKE_FULL, "mosaic"))
-    assert len(lowered) == len(records) > 0
-    assert all("mosaic_gpu_v2" in program for program in lowered)
+def test_the_kernels_that_are_timed_are_lowered_for_an_h100(operation):
+    timings = list(getattr(ours, operation)(LIKE_FULL, "mosaic"))
+    assert len(timings) == {"decode": 3 * 2 + 1 + 4, "extend": 3, "moves": 2 * 3 + 1}[operation]
+    with ThreadPoolExecutor(4) as pool:  # as on the GPU machine
+        programs = list(pool.map(lowered, timings))
+    assert all("mosaic_gpu_v2" in program for program in programs)
 
 
 class TestTuning:
     def test_every_block_size_has_tilings_to_time(self):
         assert all(len(tune.without_spills(size)) >= 3 for size in problems.FULL.block_sizes)
 
-    def test_what_is_timed_is_lowered_for_an_h100(self, lowered, monkeypatch):
+    def test_what_is_timed_is_lowered_for_an_h100(self, monkeypatch):
         # Each configuration takes about a second.
         monkeypatch.setattr(tune, "without_spills", lambda block_size: [(64, 4)])
         with on_h100():
-            records = list(tune.tune(LIKE_FULL, 64))
-        assert len(lowered) == len(records)
-        assert all("mosaic_gpu_v2" in program for program in lowered)
+            timings = list(tune.tune(LIKE_FULL, 64))
+        assert all("mosaic_gpu_v2" in lowered(timing) for timing in timings)
+        records = [timing.record for timing in timings]
         rules = [DecodeConfig(**r["entry"]["config"]) for r in records if r["rule"]]
         assert rules == [
             choose_config(8, 8, 128, 1024, 2, 132),
@@ -157,6 +147,34 @@ def test_a_step_that_fails_says_why(tmp_path):
     assert reason == "exit status 1: no such kernel\n"
 
 
+def test_the_time_of_the_compilers_is_not_that_of_the_measurements(tmp_path):
+    """The clock of a step starts when its programs are compiled, and ends it whatever hangs."""
+    program = tmp_path / "step.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import gpu\n"
+        "def records_of(step, dry, compiled):\n"
+        "    yield {'first': step}\n"
+        "    compiled()\n"
+        "    while True: pass\n"
+        "gpu.records_of = records_of; gpu.main()\n"
+    )
+    rows = tmp_path / "rows"
+    command = [sys.executable, str(program), "--step", "s", "--limit", "0.01", "--json", str(rows)]
+    reason = gpu.run_step(command, 300, tmp_path / "log")
+    assert reason == "stopped, because its measurements took too long"
+    assert json.loads(rows.read_text()) == {"first": "s"}
+
+
+def test_a_failed_step_is_an_exit_status(tmp_path, monkeypatch, capsys):
+    target = tmp_path / "results.json"
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run", "--json", str(target)])
+    monkeypatch.setattr(gpu, "STEPS", [gpu.Step("decode nothing", 60)])
+    assert gpu.main() == 1
+    [record] = json.loads(target.read_text())["records"]
+    assert record["failed"] == "decode nothing"
+    assert "FAILED: decode nothing: KeyError: 'decode nothing'" in capsys.readouterr().out
+
+
 def test_a_run_out_of_time_keeps_what_it_has(tmp_path, capsys):
     target = tmp_path / "results.json"
     records = gpu.run([gpu.STEPS[0]], target, dry=True, budget_s=0)
@@ -178,7 +196,9 @@ def test_figures():
         time_of("mosaic", 1.25),
         time_of("mosaic", 1.3, block_size=16),
         time_of("flashinfer", 1.5),
+        time_of("mosaic", 1.2, name="34 x 4096"),
         time_of("mosaic", 2.0, "extend", "8192 new", flops=1e15),
+        time_of("mosaic", 2.0, "extend", "128 new, 32k cached", flops=5e14),
         time_of("torch-cudnn", 2.5, "extend", "8192 new", flops=1e15),
     ]
     found = {each.name: each for each in figures.figures(records)}
@@ -186,10 +206,13 @@ def test_figures():
     assert verdicts == {
         "cases outside the error bound": "FAIL",
         "decode 64 x 4096: share of copy bandwidth": "FAIL",
+        "decode 34 x 4096: share of copy bandwidth": "FAIL",
         "decode 64 x 4096: speed beside flashinfer": "pass",
         "decode 64 x 4096: time in blocks of 16 / 64": "pass",
         "extend 8192 new: TFLOP/s": "pass",
+        "extend 128 new, 32k cached: TFLOP/s": "FAIL",
         "extend 8192 new: share of cuDNN's rate": "pass",
     }
+    assert not any("cudnn" in name for name in found if name.startswith("decode"))  # it did not run
     assert found["decode 64 x 4096: share of copy bandwidth"].got == pytest.approx(0.8)
     assert "WRONG: kv_write, k: error 1" in gpu.report(records)
