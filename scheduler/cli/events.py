@@ -36,8 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             print(f"radixkv: checking {arguments.endpoint}", file=sys.stderr, flush=True)
             _check(arguments, subscriber, checker, is_interrupted)
-        except KeyboardInterrupt:
-            pass  # the usual end
+        except KeyboardInterrupt:  # the second
+            pass
         except TimeoutError as error:
             raise BadInputError(str(error)) from None
     document = describe(checker)

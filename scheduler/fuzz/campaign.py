@@ -23,7 +23,7 @@ from ...spec.adapters.load_target import load_target
 from ...spec.harness.engine import Finding, Subject
 from ...spec.harness.random_engine import Run
 from ...spec.harness.subjects import WHATS, SubjectOptions, What, make_subject
-from ..terminal.interrupts import hold_interrupts
+from ..terminal.interrupts import admit_interrupt, hold_interrupts
 
 EngineName: TypeAlias = Literal["random", "hypothesis"]
 
@@ -32,6 +32,8 @@ DEFAULT_TARGETS: Final[dict[What, str]] = {what: f"{__package__}.targets:{what}"
 
 STEPS_PER_RUN: Final = {"random": 1_000, "hypothesis": 5_000}
 """Steps per run: few, to check the time often, but enough for Hypothesis to vary its choices."""
+_TURN_S: Final = 0.2
+"""How often jobs that all run long look for a ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -158,17 +160,19 @@ def _runs_here(config: CampaignConfig, parts: Iterator[tuple[int, int]]) -> _Run
 
 
 def _runs_in_jobs(config: CampaignConfig, parts: Iterator[tuple[int, int]], num_jobs: int) -> _Runs:
-    with _processes(num_jobs) as pool:
+    # In the middle of `submit` or `wait`, an interrupt may leave the lock of a future locked. The
+    # pool comes first, because Python unblocks SIGINT when it makes one.
+    with _processes(num_jobs) as pool, hold_interrupts():
         pending: set[Future[Run]] = set()
         while True:
             while len(pending) < 2 * num_jobs and (part := next(parts, None)) is not None:
-                with hold_interrupts():  # submit may start a process
-                    pending.add(pool.submit(run_part, config, *part))
+                pending.add(pool.submit(run_part, config, *part))
             if not pending:
                 return
-            ended, pending = wait(pending, return_when=FIRST_COMPLETED)
+            ended, pending = wait(pending, _TURN_S, FIRST_COMPLETED)
             for future in ended:
                 yield future.result()
+            admit_interrupt()
 
 
 @contextmanager

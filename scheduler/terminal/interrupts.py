@@ -25,18 +25,25 @@ def hold_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def admit_interrupt() -> None:
+    """Raise `KeyboardInterrupt` if `hold_interrupts` has delayed a ctrl-C."""
+    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @contextmanager
 def remember_interrupts() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether there was a ctrl-C since the begin of the block.
 
-    A ctrl-C raises `KeyboardInterrupt` as usual. Python prints and loses one that is raised in the
-    callback of a weak reference or in ``__del__``: a loop that asks ends all the same.
+    For a loop that asks often. Only the second ctrl-C raises `KeyboardInterrupt`: Python prints and
+    loses one that is raised in the callback of a weak reference or in ``__del__``.
     """
     interrupts: list[int] = []
 
     def remember(number: int, _: object) -> None:
         interrupts.append(number)
-        raise KeyboardInterrupt
+        if len(interrupts) > 1:
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, remember)
     try:

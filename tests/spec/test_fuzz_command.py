@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from radixkv.scheduler.cli.main import main
+from radixkv.scheduler.fuzz import campaign
 from radixkv.scheduler.fuzz.campaign import CampaignConfig, run_campaign
 from radixkv.spec.harness.findings.trace_file import read_trace_file
 from radixkv.spec.harness.subjects import WHATS
@@ -324,8 +325,6 @@ def test_hypothesis_that_is_not_installed(fuzz: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_an_interrupt_ends_with_a_summary(fuzz: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from radixkv.scheduler.fuzz import campaign
-
     real = campaign.run_part
     finished: list[Any] = []
 
@@ -340,6 +339,23 @@ def test_an_interrupt_ends_with_a_summary(fuzz: Any, monkeypatch: pytest.MonkeyP
     assert (outcome.status, outcome.stderr) == (130, "")
     num_steps = sum(run.num_steps for run in finished)
     assert outcome.stdout.startswith(f"interrupted: {num_steps:,} steps, ")
+
+
+def test_an_interrupt_of_several_jobs_waits_for_a_safe_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the middle of `wait`, it could leave locked what the end of the jobs needs."""
+    real: Any = vars(campaign)["wait"]
+    waited: list[object] = []
+
+    def wait(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        waited.append(real(*arguments))
+        return waited[-1]
+
+    monkeypatch.setattr(campaign, "wait", wait)
+    result = run_campaign(CampaignConfig(), num_steps=4_000, num_jobs=2)
+    assert (result.interrupted, len(waited)) == (True, 1)
 
 
 def test_an_endless_soak_of_several_jobs_ends_with_the_keyboard() -> None:
