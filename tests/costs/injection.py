@@ -10,6 +10,7 @@ import enum
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from types import FrameType, ModuleType
 from typing import Any, Final
 
@@ -133,6 +134,18 @@ def injections(
                 break
         else:
             raise AssertionError("there is no end of calls")
+
+
+def open_descriptors() -> set[tuple[str, str]]:
+    """Return the open descriptors of the process, each with what it is of.
+
+    What earlier tests have left may be closed meanwhile: compare with ``<=``.
+    """
+    found = set()
+    for each in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the list itself
+            found.add((each, os.readlink(f"/proc/self/fd/{each}")))
+    return found
 
 
 def open_files() -> int:

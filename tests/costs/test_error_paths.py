@@ -19,7 +19,7 @@ from radixkv.kvcache.storage.files import backend as files_backend
 from radixkv.kvcache.storage.files import lru_index, system_calls
 from radixkv.kvcache.storage.files.backend import FileBackend
 
-from .injection import injections, open_files
+from .injection import injections, open_descriptors
 from .planting import Bug, bug, planted, planted_source
 from .unthreaded import Unthreaded
 
@@ -225,7 +225,7 @@ def check_file_backend(backend: FileBackend) -> None:
 
 def inject_into_files(tmp_path: Path, call: Callable[[FileBackend], Any]) -> None:
     for injector in injections(files_backend, lru_index, system_calls):
-        before = open_files()
+        before = open_descriptors()
         backend = file_backend(tmp_path / str(next(_numbers)))
         try:
             injector.call(partial(call, backend))
@@ -235,7 +235,7 @@ def inject_into_files(tmp_path: Path, call: Callable[[FileBackend], Any]) -> Non
         finally:
             with suppress(OSError):
                 backend.close()
-        assert open_files() == before, f"a file stays open after {injector.raised_in}"
+        assert open_descriptors() <= before, f"a file stays open after {injector.raised_in}"
 
 
 @pytest.mark.parametrize("name", FILE_CALLS)
@@ -246,7 +246,7 @@ def test_the_file_backend_gives_back(tmp_path: Path, name: str) -> None:
 def test_a_directory_that_was_not_opened_is_free(tmp_path: Path) -> None:
     file_backend(tmp_path / "files").close()
     for injector in injections(files_backend, lru_index, system_calls):
-        before = open_files()
+        before = open_descriptors()
         opened: list[FileBackend] = []
 
         def open_one(opened: list[FileBackend] = opened) -> None:
@@ -255,7 +255,7 @@ def test_a_directory_that_was_not_opened_is_free(tmp_path: Path) -> None:
         injector.call(open_one)
         for backend in opened:
             backend.close()
-        assert open_files() == before, f"a file stays open after {injector.raised_in}"
+        assert open_descriptors() <= before, f"a file stays open after {injector.raised_in}"
         FileBackend(tmp_path / "files", max_bytes=450).close()
 
 

@@ -153,12 +153,12 @@ def test_a_compilation_that_fails_ends_the_others(monkeypatch):
         next(begun)
         return _Lowered(each, may_end)
 
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     with pytest.raises(MemoryError, match="too large"):
         programs._compile({key: functools.partial(lower, error) for key in range(3)})
     with pytest.raises(jax.errors.JaxRuntimeError):
         programs._compile({0: functools.partial(_raise, jax.errors.JaxRuntimeError("no"))})
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads  # others may have ended
     assert next(begun) == 3
 
 

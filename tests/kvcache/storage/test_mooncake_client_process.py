@@ -92,7 +92,7 @@ def test_values_outlive_the_backend_and_its_processes(shared_mooncake: MooncakeS
 ENGINE = """
 import sys, time
 from radixkv.kvcache.storage import open_backend, BackendOptions
-backend = open_backend(sys.argv[1], BackendOptions(connect_timeout_s=0.1))
+backend = open_backend(sys.argv[1], BackendOptions(timeout_s=60.0, connect_timeout_s=0.1))
 try:
     backend.contains([bytes(32)])
 except Exception:

@@ -120,8 +120,8 @@ def test_tls(certificates: tuple[Path, list[str]]) -> None:
         elsewhere = f"rediss://localhost:{server.port}"
         for backend in (
             open_backend(elsewhere, options),
-            open_backend(f"rediss://{url}"),
-            open_backend(f"redis://{url}"),
+            open_backend(f"rediss://{url}", PATIENT),
+            open_backend(f"redis://{url}", PATIENT),
         ):
             with closing(backend), pytest.raises(BackendUnreachableError) as caught:
                 backend.contains(KEYS)

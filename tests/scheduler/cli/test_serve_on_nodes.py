@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -32,7 +33,11 @@ def pid_of(parent: int, node: str) -> int:
             words = entry.read_bytes().split(b"\0")
         except OSError:  # it has ended
             continue
-        if node.encode() in words and str(parent).encode() in words:
+        options = dict(pairwise(words))
+        if (options.get(b"--name"), options.get(b"--parent-pid")) == (
+            node.encode(),
+            str(parent).encode(),
+        ):
             return int(entry.parent.name)
     raise AssertionError(f"there is no {node}")
 

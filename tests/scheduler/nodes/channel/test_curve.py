@@ -19,6 +19,7 @@ from radixkv.scheduler.nodes.channel import (
     Secret,
     SecretError,
     ZmqChannel,
+    gate,
 )
 from radixkv.scheduler.nodes.channel.curve import CurveKeys
 
@@ -88,6 +89,12 @@ def send_until_refused(sender: ZmqChannel, receiver: ZmqChannel, reason: Refused
         if reason in receiver.stats().refused:
             break
     assert {reason} <= receiver.stats().refused.keys() <= {reason, RefusedConnection.BROKEN}
+
+
+@pytest.fixture(autouse=True)
+def patient_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time alone ends no connection here."""
+    monkeypatch.setattr(gate, "PROOF_S", 1000.0)
 
 
 @pytest.fixture

@@ -39,6 +39,12 @@ HEADER: Final = greeting(b"CURVE")
 LONG_COMMAND: Final = b"\x06" + (1 << 20).to_bytes(8, "big")
 
 
+@pytest.fixture(autouse=True)
+def patient_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time alone ends no connection here, unless a test says so."""
+    monkeypatch.setattr(gates, "PROOF_S", 1000.0)
+
+
 @pytest.fixture
 def nodes() -> Iterator[ExitStack]:
     with ExitStack() as stack:
@@ -99,11 +105,8 @@ def wait_until_closed(strangers: list[socket.socket], number: int) -> None:
 
 
 @pytest.mark.parametrize("says", [b"", HEADER[:1], HEADER], ids=["nothing", "a byte", "greeting"])
-def test_strangers_occupy_a_bounded_number_of_descriptors(
-    nodes: ExitStack, says: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strangers_occupy_a_bounded_number_of_descriptors(nodes: ExitStack, says: bytes) -> None:
     """A peer that is there stays, one that comes meanwhile is heard, and all is given back."""
-    monkeypatch.setattr(gates, "PROOF_S", 1000.0)  # time alone bounds nothing here
     d, p = opened(nodes, "d"), opened(nodes, "p")
     say_hello(p, d)
     before = num_files()
@@ -114,8 +117,9 @@ def test_strangers_occupy_a_bounded_number_of_descriptors(
             with suppress(ConnectionError):
                 connections[-1].send(says)
         wait_until_closed(connections, NUM_STRANGERS - MAX_UNPROVEN)
-        of_the_gate = num_files() - before - NUM_STRANGERS
-        assert of_the_gate <= MAX_UNPROVEN * (FILES_PER_CONNECTION if says else 1)
+        most = MAX_UNPROVEN * (FILES_PER_CONNECTION if says else 1)
+        while num_files() - before - NUM_STRANGERS > most:  # ZeroMQ closes its ends in a thread
+            d.wait(0.01)
         say_hello(p, d)
         with closing(ZmqChannel("q", epoch=1, secret=SECRET)) as q:
             say_hello(q, d)
@@ -127,10 +131,7 @@ def test_strangers_occupy_a_bounded_number_of_descriptors(
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1])
-def test_what_a_stranger_says_is_bounded(
-    nodes: ExitStack, more: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gates, "PROOF_S", 1000.0)
+def test_what_a_stranger_says_is_bounded(nodes: ExitStack, more: int) -> None:
     d, p = opened(nodes, "d"), opened(nodes, "p")
     with stranger_at(d) as stranger:
         greet(stranger)
@@ -189,14 +190,38 @@ def test_with_no_descriptor_left_the_gate_waits(nodes: ExitStack) -> None:
     say_hello(q, d)
 
 
-def test_the_connection_that_is_silent_the_longest_makes_room(nodes: ExitStack) -> None:
+def test_the_connection_that_is_silent_the_longest_makes_room(
+    nodes: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nobody speaks or connects again unless the test says so.
+    for name in ("_HEARTBEAT_MS", "_PATIENCE_MS", "_RECONNECT_MS", "_CONNECT_MS"):
+        monkeypatch.setattr(zmq_channel, name, 1_000_000)
     d = opened(nodes, "d", max_peers=2)
     p, q, r = (opened(nodes, name) for name in "pqr")
     for each in (p, q, p, r):
         say_hello(each, d)
     assert d.stats().refused == {RefusedConnection.TOO_MANY: 1}
-    say_hello(p, d)
-    say_hello(q, d)  # connects again
+    for each in (p, r):
+        say_hello(each, d)
+    q.disconnect("d")
+    say_hello(q, d)
+
+
+def pass_on_heartbeats(client: socket.socket, server: socket.socket, d: ZmqChannel) -> bool:
+    """Pass on what both say, until the second heartbeat of a peer; False if one of them ends."""
+    before, heartbeats = d.stats().received, 0
+    while heartbeats < 2:
+        for end in select.select([client, server], [], [], LATE_S)[0]:
+            try:
+                data = end.recv(1 << 16)
+                (server if end is client else client).sendall(data)
+            except ConnectionError:
+                return False
+            if not data:
+                return False
+            heartbeats += end is client and d.stats().received > before
+        d.receive()
+    return True
 
 
 def test_a_peer_that_vanishes_leaves_no_connection(
@@ -208,17 +233,16 @@ def test_a_peer_that_vanishes_leaves_no_connection(
     d, p = opened(nodes, "d"), opened(nodes, "p")
     listener = nodes.enter_context(socket.create_server(("127.0.0.1", 0)))
     p.connect("d", f"127.0.0.1:{listener.getsockname()[1]}")
-    p.send("d", ACK)
-    client = nodes.enter_context(listener.accept()[0])
-    server = nodes.enter_context(stranger_at(d))
-    heartbeats = 0
-    while heartbeats < 2:
-        for end in select.select([client, server], [], [], LATE_S)[0]:
-            data = end.recv(1 << 16)
-            assert data, "the connection has ended"
-            (server if end is client else client).sendall(data)
-            heartbeats += end is client and d.stats().received > 0
-        d.receive()
+    for _ in range(50):
+        p.send("d", ACK)
+        client = nodes.enter_context(listener.accept()[0])
+        server = nodes.enter_context(stranger_at(d))
+        if pass_on_heartbeats(client, server, d):
+            break
+        client.close()  # this thread was late, and one of the two has given the other up
+        server.close()
+    else:
+        raise AssertionError("no connection stays")
     wait_until_closed([server], 1)
 
 

@@ -20,6 +20,7 @@ from radixkv.scheduler.nodes.channel import (
     TooManyPeersError,
     UnknownPeerError,
     ZmqChannel,
+    gate,
 )
 from radixkv.scheduler.nodes.channel.codec import MAX_FRAME_BYTES, encode_frame
 from radixkv.scheduler.nodes.channel.curve import CurveKeys
@@ -30,6 +31,12 @@ SECRET = Secret(b"a secret that is long enough")
 LATE_S = 30.0
 
 Open: TypeAlias = Callable[..., ZmqChannel]
+
+
+@pytest.fixture(autouse=True)
+def patient_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time alone ends no connection here."""
+    monkeypatch.setattr(gate, "PROOF_S", 1000.0)
 
 
 @pytest.fixture

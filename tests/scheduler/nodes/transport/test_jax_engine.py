@@ -220,6 +220,7 @@ def test_servers_that_read_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_withdrawal_waits_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_engine, "_SELF_PULL_S", LATE_S)
     engine = JaxEngine()
     offer = engine.offer([jnp.zeros(4)])
     with monkeypatch.context() as patch:
