@@ -79,7 +79,10 @@ class EngineTracer:
         if not self._early:
             return
         now_ns = self._clock_ns()
-        for request, stages in list(self._early.items()):  # another thread may add one
+        # Another thread may add one, but not during this copy: Python 3.11 collects garbage, and
+        # may change threads then, where it allocates, and the copy of a pair is an allocation.
+        for request in list(self._early):
+            stages = self._early[request]
             stages.look(request, self._step_ns, now_ns)
             if stages.first_token_ns is not None:
                 del self._early[request]

@@ -13,9 +13,12 @@ import pytest
 
 import radixkv
 from radixkv.kvcache.storage import StorageInUseError, StorageUrlError, open_storage
+from radixkv.kvcache.tiers import state
 from radixkv.scheduler import ConfigError, GenerationParams, PrefixHits
 from radixkv.scheduler.models import make_tiny_checkpoint
 
+from .conftest import let_copies_end
+from .test_engine_tiers import LONG_S
 from .test_exit import LAST
 
 BLOCK_SIZE = 4
@@ -30,6 +33,12 @@ SIZES: dict[str, Any] = {
 PROMPT = list(range(1, 42))
 NUM_CACHED = 40
 PARAMS = GenerationParams(max_tokens=6)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let storage wait for a slow disk."""
+    monkeypatch.setattr(state, "STORAGE_TIMEOUT_S", LONG_S)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +66,7 @@ def test_the_host_keeps_what_the_device_evicts(model_directory):
         assert hits == PrefixHits()
         for other in OTHERS:
             generate(llm, other)
+        let_copies_end(llm.engine._runner)
         again, hits = generate(llm, PROMPT)
         assert again == tokens
         assert hits.host > 0 and hits.device + hits.host == NUM_CACHED
@@ -65,8 +75,10 @@ def test_the_host_keeps_what_the_device_evicts(model_directory):
 SECOND = """
 import json, sys
 import radixkv
+from radixkv.kvcache.tiers import state
 from radixkv.scheduler import GenerationParams
 
+state.STORAGE_TIMEOUT_S = 1000.0
 with radixkv.LLM(sys.argv[1], storage=sys.argv[2], **json.loads(sys.argv[3])) as llm:
     [output] = llm.generate([json.loads(sys.argv[4])], GenerationParams(max_tokens=6))
     print(json.dumps([output.token_ids, output.hits, llm.sizes.host_blocks]))
@@ -106,6 +118,7 @@ def test_an_async_engine_closes_the_storage(model_directory, tmp_path):
         hits = []
         async with radixkv.LLM(model_directory, storage=url, **SIZES).serve() as engine:
             for prompt in (PROMPT, *OTHERS, PROMPT):
+                await engine.call(lambda engine: let_copies_end(engine._runner))
                 [*_, last] = [output async for output in engine.generate(prompt, PARAMS)]
                 hits.append(last.hits)
         return hits

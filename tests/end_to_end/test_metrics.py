@@ -34,12 +34,20 @@ from radixkv.scheduler.text import TextTokenizer
 
 from ..tokenizers import add_tokenizer
 from .conftest import fresh, let_copies_end
+from .test_async_engine import Gate, held, until_idle
 from .test_engine import PROMPTS
 
 NEW_TOKENS = 8
 PARAMS = GenerationParams(max_tokens=NEW_TOKENS)
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let scrapes wait for an engine on a slow machine, unless a test says for how long."""
+    defaults: Any = EngineMetrics.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "timeout_s", 600.0)
 
 
 @pytest.fixture(scope="module")
@@ -193,8 +201,8 @@ def test_values_are_those_of_the_run(compiled, lengths, aborted, num_blocks, tie
             assert_monotone(before, now)
             before = now
         outputs = await reading
+        await until_idle(engine)  # a step of an aborted request may be in flight
         await engine.call(lambda engine: let_copies_end(engine._runner))
-        await engine.call(lambda engine: None)
         samples = await scrape(metrics)
         assert_monotone(before, samples)
         assert_counts_are_those_of_the_engine(samples, inner)
@@ -247,7 +255,10 @@ def test_a_prompt_counts_once_though_its_request_is_preempted(compiled):
         async with AsyncEngine(inner) as engine:
             metrics = EngineMetrics(engine)
             params = GenerationParams(max_tokens=40)
-            await asyncio.gather(*(last(engine.generate(each, params)) for each in PROMPTS))
+            with held(engine):
+                streams = [engine.generate(each, params) for each in PROMPTS]
+            await asyncio.gather(*map(last, streams))
+            await until_idle(engine)
             samples = await scrape(metrics)
         assert value(samples, "num_preemptions_total") > 0
         assert value(samples, "recomputed_tokens_total") > 0
@@ -344,15 +355,27 @@ def test_times_are_those_of_the_clock(compiled):
 
 def test_a_stop_string_counts_as_a_stop(compiled, tmp_path):
     add_tokenizer(tmp_path)
-    tokenizer = TextTokenizer(tmp_path)
+    tokenizer, inner = TextTokenizer(tmp_path), fresh(compiled)
+    gate = Gate(inner)
 
     async def main() -> None:
-        async with AsyncEngine(fresh(compiled), tokenizer) as engine:
+        async with AsyncEngine(inner, tokenizer) as engine:
+
+            async def complete(**params: Any) -> GenerationOutput:
+                """Let the engine take no step before the tokens of the last one are read."""
+                reader = asyncio.create_task(
+                    last(engine.generate("the cache", GenerationParams(**params)))
+                )
+                while not reader.done():
+                    gate.allow(1)
+                    await engine.call(lambda engine: None)
+                return await reader
+
             metrics = EngineMetrics(engine)
-            long = await last(engine.generate("the cache", GenerationParams(max_tokens=64)))
+            long = await complete(max_tokens=64)
             stop = next(each for each in long.text if each.isalpha())
-            params = GenerationParams(max_tokens=300, stop=stop)
-            assert (await last(engine.generate("the cache", params))).finish_reason == "stop"
+            assert (await complete(max_tokens=300, stop=stop)).finish_reason == "stop"
+            gate.open()
             await engine.call(lambda engine: None)  # after the consumer's command to end it
             samples = await scrape(metrics)
             ended = by_label(samples, "request_success_total", "finished_reason")
@@ -547,11 +570,16 @@ def test_many_threads_scrape_at_once(compiled):
 
 
 def test_requests_from_before_are_not_timed(compiled):
+    inner = fresh(compiled)
+    gate = Gate(inner)
+
     async def main() -> None:
-        async with AsyncEngine(fresh(compiled)) as engine:
+        async with AsyncEngine(inner) as engine:
             early = engine.generate(PROMPTS[0], PARAMS)
+            gate.allow(3)  # two for the prompt, and one that reads its token
             await anext(early)
             metrics = EngineMetrics(engine)
+            gate.open()
             await last(early)
             samples = await scrape(metrics)
             assert value(samples, "generation_tokens_total") == 0

@@ -33,6 +33,7 @@ from radixkv.scheduler.server.limits import cut_off_stalls
 from radixkv.scheduler.server.run import bind
 from radixkv.scheduler.text.output_text import OutputText
 
+from ..ports import reserved_port
 from ..tokenizers import add_tokenizer
 from .conftest import assert_nothing_leaked, fresh
 from .test_async_engine import Gate
@@ -48,6 +49,8 @@ PROMPTS = ["the cache holds", "the cache holds the keys and the values", "naïve
 MESSAGES = [{"role": "system", "content": "naïve"}, {"role": "user", "content": "the cache"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
+PATIENT = ServerLimits(head_s=600.0, stall_s=600.0, keep_alive_s=600.0)
+"""Limits for connections on a slow machine, where a client that behaves may stop for seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -937,16 +940,16 @@ def test_steps_do_not_wait_for_the_event_loop(llm):
     idle = threading.Event()
 
     def prepare(engine: Engine) -> None:
+        gates.append(Gate(engine))
         step = engine.step
 
         def watched() -> list[Any]:
             ended = step()
-            if not engine.has_work:
+            if not engine.has_work:  # and the step is counted
                 idle.set()
             return ended
 
         engine.step = watched  # type: ignore[method-assign]
-        gates.append(Gate(engine))
 
     params = GenerationParams(60, ignore_eos=True)
     expected = [output.text for output in llm.generate(PROMPTS, params)]
@@ -967,7 +970,7 @@ def test_steps_do_not_wait_for_the_event_loop(llm):
             while len(server.serving._thread._deliveries) < len(PROMPTS):
                 await asyncio.sleep(0)
             gate.open()
-            assert idle.wait(60)  # blocks the loop: nobody reads, writes or wakes up
+            assert idle.wait(600)  # blocks the loop: nobody reads, writes or wakes up
             num_steps = len(gate.leases)
             texts = await asyncio.gather(*asked)
             assert ["".join(each) for each in texts] == expected
@@ -1185,21 +1188,27 @@ def test_a_closed_engine(llm):
 async def listening(
     server: Served, **options: Any
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, asyncio.Task[bool], int]]:
-    """Serve on a free port of loopback; yield a client, the server's task, and the port."""
-    listener, ready = bind("127.0.0.1", 0), asyncio.Event()
-    port = listener.getsockname()[1]
-    running = asyncio.create_task(
-        serve(server.app, server.serving, listener, on_ready=ready.set, **options)
-    )
-    await ready.wait()
-    url = f"http://127.0.0.1:{port}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="sesame", max_retries=0) as client:
-        try:
-            yield client, running, port
-        finally:
-            if not running.done():
-                os.kill(os.getpid(), signal.SIGTERM)
-                assert await running
+    """Serve on a free port of loopback; yield a client, the server's task, and the port.
+
+    Nobody else gets the port when the server has stopped listening.
+    """
+    ready, options = asyncio.Event(), {"limits": PATIENT, **options}
+    with reserved_port() as port:
+        listener = bind("127.0.0.1", port)
+        running = asyncio.create_task(
+            serve(server.app, server.serving, listener, on_ready=ready.set, **options)
+        )
+        await ready.wait()
+        url = f"http://127.0.0.1:{port}/v1"
+        async with openai.AsyncOpenAI(
+            base_url=url, api_key="sesame", max_retries=0, timeout=600.0
+        ) as client:
+            try:
+                yield client, running, port
+            finally:
+                if not running.done():
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    assert await running
 
 
 def test_the_client_of_openai(llm):
@@ -1289,7 +1298,7 @@ def test_a_signal_drains_and_closes(llm):
     async def test() -> None:
         async with (
             served(llm, lambda e: gates.append(Gate(e))) as server,
-            listening(server, drain_timeout_s=60.0) as (client, running, port),
+            listening(server, drain_timeout_s=600.0) as (client, running, port),
         ):
             gates[0].allow(3)
             stream = await client.completions.create(

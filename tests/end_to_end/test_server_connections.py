@@ -7,15 +7,17 @@ import json
 import os
 import resource
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from radixkv.scheduler import ConfigError, GenerationParams
 from radixkv.scheduler.server import ServerLimits, run
 from radixkv.scheduler.server import app as app_module
-from radixkv.scheduler.server.connections import Connections
+from radixkv.scheduler.server.connections import Connection, Connections
 from radixkv.scheduler.server.descriptors import reserve_descriptors
 from radixkv.scheduler.server.limits import BodyReader
 
@@ -25,6 +27,7 @@ from .test_server import (
     CHAT,
     COMPLETIONS,
     GREEDY,
+    PATIENT,
     Answer,
     Served,
     in_loop,
@@ -37,8 +40,31 @@ PROMPT = "the cache holds"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
+class CountedConnections(Connections):
+    """Counts the connections that it has had."""
+
+    num_opened = 0
+
+    def opened(self, connection: Connection) -> None:
+        self.num_opened += 1
+        super().opened(connection)
+
+
+def limited(owner: Connections | BodyReader, **limits: Any) -> AbstractContextManager[object]:
+    """Limit connections or bodies that begin in the context: clients that behave come after it."""
+    name = "limits" if isinstance(owner, Connections) else "_limits"
+    return patch.object(owner, name, replace(PATIENT, **limits))
+
+
 class Server:
-    """A server that listens, and a client that behaves."""
+    """A server that listens, and a client that behaves.
+
+    Attributes:
+        connections, bodies: of the server; see `limited`.
+    """
+
+    connections: CountedConnections
+    bodies: BodyReader
 
     def __init__(self, client: Any, port: int, expected: str) -> None:
         self.port = port
@@ -60,8 +86,14 @@ class Server:
     async def send(self, data: bytes) -> Streams:
         reader, writer = await self.connect()
         writer.write(data)
-        await writer.drain()
+        with suppress(ConnectionError):  # the server may have closed it
+            await writer.drain()
         return reader, writer
+
+    async def accepted(self, num: int) -> None:
+        """Wait until the server has had a number of connections."""
+        while self.connections.num_opened < num:
+            await asyncio.sleep(0)
 
     async def check(self) -> None:
         """A client gets the right text, as a whole and as a stream, over new connections."""
@@ -76,14 +108,31 @@ class Server:
 
 @asynccontextmanager
 async def serving(llm: Any, **limits: Any) -> AsyncIterator[Server]:
+    """Serve within limits that let clients on a slow machine stop for a while; see `limited`."""
     [expected] = [output.text for output in await expected_of(llm)]
-    options: dict[str, Any] = {"limits": ServerLimits(**limits)}
-    async with (
-        served(llm, **options) as server,
-        listening(server, **options) as (client, _, port),
-        peer_of(client, port, expected) as peer,
+    options: dict[str, Any] = {"limits": replace(PATIENT, **limits)}
+    connections: list[CountedConnections] = []
+    bodies: list[BodyReader] = []
+
+    def make_connections(limits: ServerLimits) -> Connections:
+        connections.append(CountedConnections(limits))
+        return connections[-1]
+
+    def make_bodies(limits: ServerLimits) -> BodyReader:
+        bodies.append(BodyReader(limits))
+        return bodies[-1]
+
+    with (
+        patch.object(run, "Connections", make_connections),
+        patch.object(app_module, "BodyReader", make_bodies),
     ):
-        yield peer
+        async with (
+            served(llm, **options) as server,
+            listening(server, **options) as (client, _, port),
+            peer_of(client, port, expected) as peer,
+        ):
+            [peer.connections], [peer.bodies] = connections, bodies
+            yield peer
 
 
 @asynccontextmanager
@@ -136,8 +185,10 @@ def unchunked(data: bytes) -> bytes:
 def test_a_head_that_does_not_come(llm, sent):
     @in_loop
     async def test() -> None:
-        async with serving(llm, head_s=0.05) as server:
-            reader, _ = await server.send(sent)
+        async with serving(llm) as server:
+            with limited(server.connections, head_s=0.05):
+                reader, _ = await server.send(sent)
+                await server.accepted(1)
             await server.check()
             assert await is_closed(reader)
 
@@ -147,12 +198,13 @@ def test_a_head_that_does_not_come(llm, sent):
 def test_a_head_that_comes_byte_by_byte(llm):
     @in_loop
     async def test() -> None:
-        async with serving(llm, head_s=0.05) as server:
-            reader, writer = await server.connect()
-            closed = asyncio.create_task(is_closed(reader))
-            while not closed.done():  # a byte does not move the deadline
-                writer.write(b"x")
-                await asyncio.sleep(0.001)
+        async with serving(llm) as server:
+            with limited(server.connections, head_s=0.05):
+                reader, writer = await server.connect()
+                closed = asyncio.create_task(is_closed(reader))
+                while not closed.done():  # a byte does not move the deadline
+                    writer.write(b"x")
+                    await asyncio.sleep(0.001)
             assert closed.result()
             await server.check()
 
@@ -162,11 +214,12 @@ def test_a_head_that_comes_byte_by_byte(llm):
 def test_the_second_head_that_does_not_come(llm):
     @in_loop
     async def test() -> None:
-        async with serving(llm, head_s=0.05) as server:
+        async with serving(llm) as server:
             reader, writer = await server.send(head("/health", method="GET"))
             await reader.readuntil(b"}")
-            writer.write(b"G")
-            assert await is_closed(reader)
+            with limited(server.connections, head_s=0.05):
+                writer.write(b"G")
+                assert await is_closed(reader)
             await server.check()
 
     test()
@@ -177,13 +230,14 @@ def test_a_body_after_its_response(llm):
 
     @in_loop
     async def test() -> None:
-        async with serving(llm, head_s=0.05) as server:
+        async with serving(llm) as server:
             reader, writer = await server.send(head("/health", 10**6, "GET"))
             await reader.readuntil(b"}")
-            closed = asyncio.create_task(is_closed(reader))
-            while not closed.done():
-                writer.write(b"x")
-                await asyncio.sleep(0)
+            with limited(server.connections, head_s=0.05):
+                closed = asyncio.create_task(is_closed(reader))
+                while not closed.done():
+                    writer.write(b"x")
+                    await asyncio.sleep(0)
             await server.check()
 
     test()
@@ -192,36 +246,32 @@ def test_a_body_after_its_response(llm):
 def test_a_body_that_does_not_come(llm):
     @in_loop
     async def test() -> None:
-        async with serving(llm, stall_s=0.2) as server:
-            reader, _ = await server.send(head(length=100) + b"{")
-            assert b" 408 " in await reader.readuntil(b"\r\n")
+        async with serving(llm) as server:
+            with limited(server.bodies, stall_s=0.2):
+                reader, _ = await server.send(head(length=100) + b"{")
+                assert b" 408 " in await reader.readuntil(b"\r\n")
             await server.check()
 
     test()
 
 
-def test_a_client_that_never_reads(llm, monkeypatch):
+def test_a_client_that_never_reads(llm):
     """The response does not fit the buffers; its connection is closed though it never reads."""
-    made: list[Connections] = []
-
-    def make_connections(limits: ServerLimits) -> Connections:
-        made.append(Connections(limits))
-        return made[0]
-
-    monkeypatch.setattr(run, "Connections", make_connections)
 
     @in_loop
     async def test() -> None:
-        async with serving(llm, stall_s=0.05, keep_alive_s=0) as server:
+        async with serving(llm, keep_alive_s=0) as server:
             tokens = json.dumps({"tokens": [300] * 500_000}).encode()
-            _, writer = await server.connect()
+            with limited(server.connections, stall_s=0.05):
+                _, writer = await server.connect()
+                await server.accepted(1)
             writer.transport.pause_reading()  # type: ignore[attr-defined]
             writer.write(head("/detokenize", len(tokens)) + tokens)
             await writer.drain()
             await server.check()
-            while made[0].num_open:
+            while server.connections.num_open:
                 await asyncio.sleep(0.001)
-            assert not (made[0]._waiting or made[0].num_dropped)
+            assert not (server.connections._waiting or server.connections.num_dropped)
 
     test()
 
@@ -357,7 +407,7 @@ def test_connections_with_requests_in_progress_are_kept(llm):
 
     @in_loop
     async def test() -> None:
-        limits, asked = ServerLimits(max_connections=2), []
+        limits, asked = replace(PATIENT, max_connections=2), []
         async with served(llm, lambda e: gates.append(Gate(e)), limits=limits) as server:
             app = server.app
 

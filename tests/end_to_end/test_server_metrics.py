@@ -8,12 +8,19 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from radixkv.scheduler.metrics import CONTENT_TYPE
+from radixkv.scheduler.metrics import CONTENT_TYPE, EngineMetrics
 
 from . import test_server
 from .test_server import CHAT, COMPLETIONS, GREEDY, MESSAGES, Answer, Served, in_loop, served
 
 llm = test_server.llm
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let scrapes wait for an engine on a slow machine."""
+    defaults: Any = EngineMetrics.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "timeout_s", 600.0)
 
 
 async def scrape(server: Served) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

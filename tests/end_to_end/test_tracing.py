@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +22,15 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 from opentelemetry.trace import StatusCode
 
 from radixkv.kvcache import HostConfig
-from radixkv.scheduler import AsyncEngine, Engine, EngineClosedError, GenerationParams
+from radixkv.kvcache.tiers import state
+from radixkv.scheduler import AsyncEngine, Engine, EngineClosedError, GenerationParams, Request
 from radixkv.scheduler.engine import make_storage_namespace
 from radixkv.scheduler.tracing import EngineTracer, TraceContext, make_otlp_provider
 
 from ..collector import Collector
 from .conftest import fresh
 from .test_engine import PROMPTS
-from .test_engine_tiers import files
+from .test_engine_tiers import LONG_S, files
 from .test_observer import read_all
 
 STAGES = ("queued", "fetch", "load", "prefill", "decode")
@@ -151,7 +154,8 @@ def test_a_span_and_its_stages_are_those_of_the_request(
                 assert attribute(span, f"gen_ai.latency.{name}") == pytest.approx(expected_s)
 
 
-def test_a_fetch_from_storage_and_a_load_are_stages(compiled, model, tmp_path):
+def test_a_fetch_from_storage_and_a_load_are_stages(compiled, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "STORAGE_TIMEOUT_S", LONG_S)
     namespace = make_storage_namespace(model("qwen3"), "tiny", 4)
     found = []
     for _ in range(2):
@@ -168,7 +172,7 @@ def test_a_fetch_from_storage_and_a_load_are_stages(compiled, model, tmp_path):
                 engine = AsyncEngine(inner)
                 EngineTracer(engine, tracer_provider=spans.provider, clock_ns=clock())
                 assert await read_all(engine.generate(PROMPTS[0], GenerationParams(max_tokens=2)))
-                await engine.close()
+                assert await engine.close(timeout_s=LONG_S)
 
             asyncio.run(main())
         [request] = spans.requests()
@@ -197,6 +201,29 @@ def test_a_request_that_is_not_sampled_is_forgotten(compiled):
 
     asyncio.run(main())
     assert spans.ended() == ()
+
+
+def test_a_request_may_be_submitted_while_a_step_ends():
+    """Python 3.11 may collect garbage, and change threads, wherever it allocates."""
+    engine: Any = SimpleNamespace(observe=lambda _: None)
+    tracer = EngineTracer(engine, tracer_provider=Spans().provider)
+    requests = [Request(str(place), [1], 1) for place in range(100)]
+    for request in requests:
+        tracer.request_submitted(request)
+
+    def change_threads(*_: object) -> None:
+        tracer.request_submitted(Request("another", [1], 1))
+
+    gc.collect()  # the next tuples are allocated
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(change_threads)
+    gc.set_threshold(1)
+    try:
+        tracer.step_ended(engine, ())
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(change_threads)
+    assert tracer._early.keys() >= set(requests)
 
 
 def test_the_engine_fails(compiled):
@@ -262,6 +289,7 @@ def test_the_trace_of_a_client_is_read_from_its_headers(headers, expected):
 @pytest.mark.parametrize(("variable", "service"), [(None, "radixkv"), ("chat", "chat")])
 def test_spans_come_to_a_collector(monkeypatch, variable, service):
     monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "600")  # seconds
     if variable is not None:
         monkeypatch.setenv("OTEL_SERVICE_NAME", variable)
     with Collector() as collector:
