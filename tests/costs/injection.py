@@ -14,6 +14,8 @@ from contextlib import suppress
 from types import FrameType, ModuleType
 from typing import Any, Final
 
+from .measure import without_collections
+
 ERRORS: Final[tuple[type[BaseException], ...]] = (MemoryError, KeyboardInterrupt)
 ALL_ERRORS: Final = (*ERRORS, OSError)
 OF_THREADS: Final = (MemoryError, OSError)
@@ -58,14 +60,15 @@ class Injector:
 
     def call(self, operation: Callable[[], Any]) -> None:
         """Call an operation; its error is swallowed if it is the injected one."""
-        sys.setprofile(self._profile)
-        try:
-            operation()
-        except self.error:
-            if not self.raised_in:
-                raise
-        finally:
-            sys.setprofile(None)
+        with without_collections():
+            sys.setprofile(self._profile)
+            try:
+                operation()
+            except self.error:
+                if not self.raised_in:
+                    raise
+            finally:
+                sys.setprofile(None)
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":

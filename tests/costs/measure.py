@@ -82,19 +82,29 @@ class _Counter:
                 sys.settrace(before)
 
 
-def work_of(call: Callable[[], Any]) -> tuple[Any, Work]:
-    """Return the result of a call, and the work of the thread that calls."""
-    counter, collects = _Counter(), gc.isenabled()
-    gc.disable()  # it runs finalizers of others
-    tracemalloc.start()
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Turn the garbage collector off, which runs finalizers of others wherever it wants."""
+    collects = gc.isenabled()
+    gc.disable()
     try:
-        with counter.counting():
-            result = call()
-        peak_bytes = tracemalloc.get_traced_memory()[1]
+        yield
     finally:
-        tracemalloc.stop()
         if collects:
             gc.enable()
+
+
+def work_of(call: Callable[[], Any]) -> tuple[Any, Work]:
+    """Return the result of a call, and the work of the thread that calls."""
+    counter = _Counter()
+    with without_collections():
+        tracemalloc.start()
+        try:
+            with counter.counting():
+                result = call()
+            peak_bytes = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
     return result, Work(counter.ours, counter.total, peak_bytes)
 
 
@@ -138,11 +148,12 @@ def waits_of(call: Callable[[], Any]) -> tuple[Any, list[str]]:
             found.append(f"{module}.{name} in {Path(frame.f_code.co_filename).name}")
 
     before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        result = call()
-    finally:
-        sys.setprofile(before)
+    with without_collections():
+        sys.setprofile(profile)
+        try:
+            result = call()
+        finally:
+            sys.setprofile(before)
     return result, found
 
 

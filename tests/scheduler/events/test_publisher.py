@@ -23,6 +23,8 @@ from radixkv.scheduler.events import (
 from radixkv.scheduler.events.subscriber import Message, _message
 
 ANY = "tcp://127.0.0.1:0"
+LATE_S = 60.0
+"""Nothing ends by it."""
 
 
 def batch(seq: int) -> EventBatch:
@@ -45,9 +47,11 @@ def wait_until_connected(source: EventPublisher, subscriber: EventSubscriber) ->
     while True:
         source.publish(batch(seq))
         seq += 1
-        if subscriber.receive(0.05) is not None:
-            while subscriber.receive(0.05) is not None:
-                pass
+        message = subscriber.receive(0.05)
+        if message is not None:
+            while message.seq < seq - 1:  # from then on, all come
+                message = subscriber.receive(LATE_S)
+                assert message is not None
             return seq
 
 
@@ -61,7 +65,7 @@ def test_a_subscriber_gets_batches_in_order(published: EventPublisher) -> None:
         for seq in range(first, first + 3):
             published.publish(batch(seq))
         for seq in range(first, first + 3):
-            message = subscriber.receive(10.0)
+            message = subscriber.receive(LATE_S)
             assert message is not None and message.seq == seq
             assert decode_batch(message.payload).events[0].block_hashes == [seq]  # type: ignore[union-attr]
         assert subscriber.receive(0.0) is None
@@ -73,7 +77,7 @@ def test_a_replay_has_the_last_batches(published: EventPublisher) -> None:
         while end < 5:
             published.publish(batch(end))
             end += 1
-            assert subscriber.receive(10.0) is not None  # it is kept before it is sent
+            assert subscriber.receive(LATE_S) is not None  # it is kept before it is sent
         assert numbers(subscriber.replay(0)) == [end - 3, end - 2, end - 1]
         assert numbers(subscriber.replay(end - 1)) == [end - 1]
         assert numbers(subscriber.replay(end)) == []
@@ -88,14 +92,15 @@ def test_requests_that_are_none_get_no_answer(published: EventPublisher) -> None
         for frames in ([b""], [b"", b"short"], [b"", bytes(9)], [b"", bytes(8), b"more"]):
             socket.send_multipart(frames)
         socket.send_multipart([b"", bytes(8)])  # only this one
-        assert socket.poll(10_000)
+        assert socket.poll(int(LATE_S) * 1_000)
         assert socket.recv_multipart() == [b"", b"", (2**64 - 1).to_bytes(8, "big"), b""]
         assert not socket.poll(0)
     finally:
         context.destroy(linger=0)
 
 
-def test_what_waits_is_sent_at_the_end() -> None:
+def test_what_waits_is_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "_LINGER_MS", int(LATE_S) * 1_000)
     source = EventPublisher(ANY, replay_endpoint=ANY)
     with subscribe(source) as subscriber:
         first = wait_until_connected(source, subscriber)
@@ -104,7 +109,7 @@ def test_what_waits_is_sent_at_the_end() -> None:
         source.close()
         source.close()
         found = []
-        while (message := subscriber.receive(5.0)) is not None:
+        while (message := subscriber.receive(LATE_S)) is not None:
             found.append(message.seq)
             if message.seq == first + 99:
                 break
@@ -117,13 +122,13 @@ def test_a_full_queue_drops_batches_and_never_waits(monkeypatch: pytest.MonkeyPa
 
     def held(ts: float, events: tuple[BlockStored, ...]) -> bytes:
         is_held.set()
-        assert goes_on.wait(30.0)
+        assert goes_on.wait(LATE_S)
         return encode(ts, events)
 
     monkeypatch.setattr(publisher, "encode_batch", held)
     with closing(EventPublisher(ANY, replay_endpoint=ANY, max_waiting=2)) as source:
         source.publish(batch(0))
-        assert is_held.wait(30.0)  # the first one is not in the queue any more
+        assert is_held.wait(LATE_S)  # the first one is not in the queue any more
         for seq in range(1, 5):
             source.publish(batch(seq))
         assert source.num_dropped == 2

@@ -15,7 +15,7 @@ from radixkv.scheduler.nodes.transport import (
     describe,
 )
 
-from .conformance import KEY, Pair, TransportConformance, arrays, offer, part_id, wait
+from .conformance import KEY, LATE_S, Pair, TransportConformance, arrays, offer, part_id, wait
 
 
 @pytest.fixture
@@ -32,14 +32,14 @@ def test_jax_arrays_are_handed_over_as_they_are(pair: Pair) -> None:
     offered = arrays()
     pair.prefill.offer(part_id(), offered, describe(offered, num_blocks=3), ttl_s=1e9)
     info = wait(pair.prefill, Offered).info
-    pair.decode.pull(part_id(), info, info.descriptor, timeout_s=1)
+    pair.decode.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
     received = wait(pair.decode, Received).arrays
     assert all(one is other for one, other in zip(received, offered, strict=True))
 
 
 def test_a_pulled_part_outlives_the_offer(pair: Pair) -> None:
     info = offer(pair.prefill)
-    pair.decode.pull(part_id(), info, info.descriptor, timeout_s=1)
+    pair.decode.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
     pair.prefill.close()
     assert isinstance(wait(pair.decode, Received).arrays[0], jax.Array)
 
@@ -54,7 +54,7 @@ def test_an_offer_that_was_withdrawn_before_it_was_polled_is_not_reported(pair: 
 def test_another_exchange_serves_nothing(pair: Pair) -> None:
     info = offer(pair.prefill)
     stranger = InProcessTransport(InProcessExchange())
-    stranger.pull(part_id(), info, info.descriptor, timeout_s=1)
+    stranger.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
     failed = wait(stranger, PullFailed)
     assert failed.fault is Fault.EXPIRED
     assert failed.reason == "the part is not offered"

@@ -29,6 +29,12 @@ from radixkv.scheduler.nodes.transport.transfer_engine import seal
 from .conformance import LATE_S, EngineConformance, Pair, part_id, wait
 
 
+@pytest.fixture(autouse=True)
+def slow_self_pulls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node on a slow machine does not replace its server."""
+    monkeypatch.setattr(jax_engine, "_SELF_PULL_S", LATE_S)
+
+
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     ends = Pair(ThreadedTransport(JaxEngine()), ThreadedTransport(JaxEngine()))
@@ -220,7 +226,6 @@ def test_servers_that_read_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_withdrawal_waits_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax_engine, "_SELF_PULL_S", LATE_S)
     engine = JaxEngine()
     offer = engine.offer([jnp.zeros(4)])
     with monkeypatch.context() as patch:
