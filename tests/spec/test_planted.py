@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import radixkv.kvcache
 from radixkv.spec.adapters.cache_target import Depth
-from radixkv.spec.harness.engine import replay
+from radixkv.spec.harness.engine import Subject, replay
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.rules.events import K9
 from radixkv.spec.rules.rule import RULES
@@ -22,7 +23,7 @@ from .planted.__main__ import TABLES
 from .planted.cache_bugs import CACHE_BUGS
 from .planted.change_bugs import MANY_AT_ONCE
 from .planted.matrix import Hunt, Hunters, hunt, markdown, subject_of, summarize
-from .planted.plant import Bug, bug, load, planted_sources
+from .planted.plant import Bug, World, bug, load, planted_sources
 from .planted.scheduler_bugs import SCHEDULER_BUGS
 from .planted.table import read_table
 from .planted.tier_bugs import TIER_BUGS
@@ -167,6 +168,11 @@ def test_every_rule_has_its_bug(kills: dict) -> None:
     assert not without, f"no bug proves that these rules bite: {without}"
 
 
+@cache
+def without_bug(world: World, depth: Depth) -> Subject:
+    return subject_of(replace(NO_BUG, world=world), depth)
+
+
 @pytest.mark.slow
 def test_the_traces_break_their_rule(kills: dict) -> None:
     by_name = {bug.name: bug for bug in ALL_BUGS}
@@ -178,5 +184,5 @@ def test_the_traces_break_their_rule(kills: dict) -> None:
         assert violation is not None, f"{name}: its trace breaks nothing"
         assert violation.rule.name == finding["rule"], name
         if not by_name[name].unclaimed:
-            good = subject_of(replace(by_name[name], edits=(), elsewhere=()), depth)
+            good = without_bug(by_name[name].world, depth)
             assert replay(good, finding["config"], finding["trace"]) is None, name
