@@ -142,8 +142,8 @@ HANDOFF_STEPS = 30_000
 @pytest.mark.parametrize(
     "what",
     [
-        *(pytest.param(what, marks=pytest.mark.slow) for what in ("cache", "pool", "scheduler")),
-        pytest.param("tiers", marks=pytest.mark.nightly),
+        *(pytest.param(what, marks=pytest.mark.slow) for what in ("cache", "pool")),
+        *(pytest.param(what, marks=pytest.mark.nightly) for what in ("scheduler", "tiers")),
     ],
 )
 def test_at_equal_steps_a_machine_kills_as_many_bugs_as_the_random_driver(what: What) -> None:
@@ -164,7 +164,7 @@ def test_so_does_the_machine_of_the_hand_off() -> None:
 
 
 def test_machines_of_tiers_and_hand_off_find_a_bug() -> None:
-    """What is left for each commit of the two gates that take minutes."""
+    """What is left for each commit of two long gates; `test_scheduler_spec` has the third's."""
     [of_tiers] = [bug for bug in TIER_BUGS if bug.name == "operations are handed out twice"]
     assert hypothesis_engine.run(subject_of(of_tiers, "full"), 0, 3_000).finding is not None
     [of_handoff] = [bug for bug in HANDOFF_BUGS if bug.name == "D publishes nothing"]

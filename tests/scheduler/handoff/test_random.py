@@ -31,7 +31,7 @@ from .worlds import (
 )
 
 NUM_STEPS = 150
-PROGRAMS = 250
+PROGRAMS = 100
 """The same programs in each run; `kvspec.toml` has new ones for each commit, and many more."""
 
 

@@ -51,7 +51,6 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> tuple[ReplayReport, Ca
     return report, calls
 
 
-@pytest.mark.slow
 def test_a_replay_passes(replayed: tuple[ReplayReport, Calls]) -> None:
     report, _ = replayed
     assert report.ok, report.text()
