@@ -18,6 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .argument_checks import KernelArgumentError
+from .manual_axes import output_like, varying_axes
+
 # Untyped on purpose, because their types differ between versions.
 pl: Any = import_module("jax.experimental.pallas")
 try:
@@ -170,7 +173,17 @@ def run(
 
     Returns:
         The updated arrays, then the outputs.
+
+    Raises:
+        KernelArgumentError: `jax.shard_map` checks varying axes, for which JAX since 0.11 has no
+            references.
     """
+    if updated and varying_axes(*updated) and not IS_010:
+        raise KernelArgumentError(
+            f"{name} updates arrays in place: with backend='mosaic', jax.shard_map needs"
+            " check_vma=False"
+        )
+    outputs = [output_like(each, *inputs, *updated) for each in outputs]
     axes = () if warpgroups == 1 else ("warpgroup",)
     threads = {"num_threads": warpgroups, "thread_name": axes[0]} if axes else {}
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from ..manual_axes import vary_like
 from ..online_softmax import (
     V_FACTOR,
     AttentionOptions,
@@ -80,7 +81,9 @@ def decode(
         return merge_into_rows(state, part, owner)
 
     num_steps = (ends[-1] + num_items - 1) // num_items
-    state = lax.fori_loop(0, num_steps, step, empty_state((batch, kv_heads, group), head_dim))
+    state = empty_state((batch, kv_heads, group), head_dim)
+    read = (q, k_blocks, v_blocks, block_tables, lengths, *(scales or ()))
+    state = lax.fori_loop(0, num_steps, step, vary_like(state, *read))
     out, lse = finalize(state, None if sinks is None else sinks.reshape(kv_heads, group))
     out = jnp.where(fits[:, None, None, None], out, jnp.nan)
     lse = jnp.where(fits[:, None, None], lse, jnp.nan)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from ..manual_axes import vary_like
 from ..online_softmax import (
     V_FACTOR,
     AttentionOptions,
@@ -77,7 +78,9 @@ def extend(
             lax.dynamic_update_slice_in_dim(lse, new_lse, start, 0),
         )
 
-    out, lse = lax.fori_loop(0, ends[-1], tile, (out, lse))
+    read = (q, k_blocks, v_blocks, block_tables, kv_lengths, q_lengths, q_starts, *(scales or ()))
+    read += () if sinks is None else (sinks,)
+    out, lse = lax.fori_loop(0, ends[-1], tile, vary_like((out, lse), *read))
 
     def decode_rows(queries: Array, lengths: Array) -> tuple[Array, Array]:
         pools = k_blocks, v_blocks, block_tables
@@ -137,7 +140,9 @@ def _attend_tile(
 
     shape = (1, kv_heads, tile * group)
     num_chunks = (last + chunk_tokens) // chunk_tokens
-    state = lax.fori_loop(first // chunk_tokens, num_chunks, step, empty_state(shape, head_dim))
+    read = (q, positions, *pools, block_table, kv_length, *(scales or ()))
+    state = vary_like(empty_state(shape, head_dim), *read)
+    state = lax.fori_loop(first // chunk_tokens, num_chunks, step, state)
     state = jax.tree.map(lambda x: x.reshape(kv_heads, tile, group, *x.shape[3:]), state)
     out, lse = finalize(state, None if sinks is None else sinks.reshape(kv_heads, 1, group))
     out = jnp.where(fits, out, jnp.nan).swapaxes(0, 1).reshape(q.shape)
