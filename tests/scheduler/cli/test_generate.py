@@ -21,9 +21,9 @@ from .generating import without_compiling
 
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 20, [1, 2, 3, 4, 5, 6]]
 
-SMALL = ("--max-new-tokens", 4, "--token-budget", 8)
-"""A small budget has few shapes to compile; three such prompts are as many each time, so that each
-is compiled once."""
+SMALL = ("--max-new-tokens", 4, "--token-budget", 3, "--device-blocks", 24)
+"""A small budget has few shapes to compile, and bounds what runs at once: so also with several
+samples of each prompt the programs are the same, and each is compiled once."""
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ TEXTS = ["the cache holds", "a prefix", "the values of the tokens"]
 @pytest.fixture
 def of_texts(text_model_dir: Path, tmp_path: Path) -> list[object]:
     """The arguments that complete texts."""
-    path, sizes = _write(tmp_path, TEXTS), ["--token-budget", 8, "--device-blocks", 24]
+    path, sizes = _write(tmp_path, TEXTS), ["--token-budget", 3, "--device-blocks", 24]
     arguments = ["generate", text_model_dir, "--prompts", path, "--max-new-tokens", 24]
     return [*arguments, *sizes, "--block-size", 4]
 

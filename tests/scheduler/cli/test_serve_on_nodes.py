@@ -22,8 +22,11 @@ from radixkv.scheduler.cli.serve import API_KEY
 from ...tokenizers import add_tokenizer
 
 MAIN = [sys.executable, "-m", "radixkv.scheduler.cli.main"]
-SIZES = ["--block-size=4", "--device-blocks=64", "--max-model-len=64", "--token-budget=16"]
 PROMPTS = [list(range(4, 8 + index)) for index in range(6)]
+NEW_TOKENS = 40
+SIZES = ["--block-size=4", "--device-blocks=64", "--token-budget=16"]
+OF_GENERATE = ["--max-running=6", f"--max-model-len={len(PROMPTS[-1]) + NEW_TOKENS}"]
+"""What `radixkv generate` takes for these prompts: the nodes run the programs that it compiled."""
 
 
 def pid_of(parent: int, node: str) -> int:
@@ -53,10 +56,10 @@ def test_a_node_is_killed_while_it_decodes(
     add_tokenizer(model)
     prompts = tmp_path / "prompts.json"
     prompts.write_text(json.dumps(PROMPTS))
-    sizes = ["--max-new-tokens", 40, "--block-size", 4, "--ignore-eos"]
-    radixkv("generate", model, "--prompts", prompts, *sizes, "--json", tmp_path / "out.json")
+    options = [*SIZES, "--max-new-tokens", NEW_TOKENS, "--ignore-eos"]
+    radixkv("generate", model, "--prompts", prompts, *options, "--json", tmp_path / "out.json")
     expected = json.loads((tmp_path / "out.json").read_text())["outputs"]
-    nodes = ["--disaggregate", "--decode=2", "--transport=jax"]
+    nodes = ["--disaggregate", "--decode=2", "--transport=jax", *OF_GENERATE]
     process = subprocess.Popen(
         [*MAIN, "serve", str(model), "--port=0", "--served-model-name=tiny", *SIZES, *nodes],
         stderr=subprocess.PIPE,
@@ -89,7 +92,8 @@ def test_a_node_is_killed_while_it_decodes(
                 assert choice["token_ids"] == expected[index][:num_tokens]
 
             asked = [
-                pool.submit(complete, index, 40 if index else 2) for index in range(len(PROMPTS))
+                pool.submit(complete, index, NEW_TOKENS if index else 2)
+                for index in range(len(PROMPTS))
             ]
             next(as_completed(asked)).result()  # so the nodes are at work
             killed = [pid_of(process.pid, name) for name in ("decode-0", "decode-1")]
@@ -99,7 +103,7 @@ def test_a_node_is_killed_while_it_decodes(
             assert process.stderr.readline().startswith("radixkv: decode-0 was ended (Killed); ")
             assert process.stderr.readline() == "radixkv: decode-0 is started again\n"
             os.kill(killed[1], signal.SIGKILL)  # only nodes that were started again can answer
-            complete(1, 40)
+            complete(1, NEW_TOKENS)
             assert pid_of(process.pid, "decode-0") != killed[0]
             with urlopen(url.replace("/v1", "/metrics")) as response:
                 metrics = response.read().decode().splitlines()
