@@ -136,7 +136,7 @@ WALKS: Final[dict[str, tuple[Bug, ...]]] = {
         bug("connections are counted one by one", JAX,
             ("        return len(self._idle)\n", "        return sum(1 for _ in self._idle)\n")),
         then("an idle connection is looked for", JAX,
-             "        self.num_running -= 1\n        self._idle.append(connection)",
+             "        self._idle.append(connection)",
              "[each for each in self._idle if each is connection]"),
     ),
     "the nixl engine with parts": (
@@ -144,7 +144,7 @@ WALKS: Final[dict[str, tuple[Bug, ...]]] = {
              "        for confirmation in self._agent.take_notifications():",
              "    [each for each in self._unconfirmed.values() if each.is_read]"),
         then("an offer is compared with those that are not confirmed", NIXL,
-             "        offer = NixlOffer(self, slot, confirmation)",
+             "            offer = NixlOffer(self, slot, confirmation)",
              "any(each == confirmation for each in self._unconfirmed)"),
     ),
 }  # fmt: skip
@@ -216,7 +216,7 @@ KEPT: Final[dict[str, tuple[Bug, ...]]] = {
     ),
     "the jax engine": (
         kept("pulls that have arrived are kept", JAX,
-             "        self.num_running -= 1", "connection"),
+             "        self._idle.append(connection)", "connection"),
         bug("broken pulls stay in quarantine", JAX,
             ("[pull for pull in self._quarantine if not pull.has_ended()]",
              "list(self._quarantine)")),

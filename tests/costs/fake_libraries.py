@@ -35,11 +35,13 @@ class JaxNetwork:
     Attributes:
         servers: all of them, by address.
         connections: all that were ever made.
+        is_stuck: whether no pull ever arrives.
     """
 
     def __init__(self) -> None:
         self.servers: dict[str, JaxServer] = {}
         self.connections: list[JaxConnection] = []
+        self.is_stuck = False
         self._numbers = count(1)
 
     def start(self, client: object, address: str, channels: object, **_: object) -> JaxServer:
@@ -76,7 +78,7 @@ class JaxServer:
         self.offers[number] = arrays
 
     def connect(self, address: str) -> JaxConnection:
-        connection = JaxConnection(self._network.servers[address])
+        connection = JaxConnection(self._network, self._network.servers[address])
         self._network.connections.append(connection)
         return connection
 
@@ -85,12 +87,12 @@ class JaxServer:
 
 
 class JaxConnection:
-    def __init__(self, server: JaxServer) -> None:
-        self._server = server
+    def __init__(self, network: JaxNetwork, server: JaxServer) -> None:
+        self._network, self._server = network, server
         self.is_broken = self.is_busy = False
 
     def pull(self, number: int, wanted: Sequence[Any]) -> list[JaxArray]:
-        found = self._server.offers.pop(number, None)
+        found = None if self._network.is_stuck else self._server.offers.pop(number, None)
         self.is_busy = found is None
         return [JaxArray(self, each) for each in found or [None] * len(wanted)]
 

@@ -144,9 +144,10 @@ class JaxEngine(TransferEngine):
             for each in arrays
         ]
         number = secrets.randbits(63)
-        self._server.await_pull(number, served)
         specs = tuple([ArraySpec(tuple(each.shape), str(each.dtype)) for each in served])
-        return JaxOffer(self, self.address, number, specs)
+        offer = JaxOffer(self, self.address, number, specs)
+        self._server.await_pull(number, served)  # last: nothing but a pull takes it back
+        return offer
 
     def probe(self) -> JaxPull:
         """Pull a small array from this node itself, which takes milliseconds."""
@@ -229,12 +230,13 @@ class JaxEngine(TransferEngine):
 
     def _quarantine_pull(self, pull: JaxPull) -> None:
         """Keep a broken pull until it has ended, and read its peer over another server."""
-        self._quarantine.append(pull)
-        self._readers = {
+        readers = {
             address: reader
             for address, reader in self._readers.items()
             if reader is not pull.reader
         }
+        self._quarantine.append(pull)
+        self._readers = readers
 
     def maintain(self) -> None:
         """See `TransferEngine.maintain`."""
@@ -294,10 +296,14 @@ class JaxOffer(EngineOffer):
         if self.address != engine.address:
             self._is_waiting = False
         elif engine.has_room(self.address, 2):
-            self._is_waiting = False
-            self._self_pull = engine.begin(self.address, self.number, self.specs)
-            self._probe = engine.probe()
             self._self_pull_until = time.monotonic() + _SELF_PULL_S
+            try:
+                self._self_pull = engine.begin(self.address, self.number, self.specs)
+                self._probe = engine.probe()
+            except PullError:  # the server serves nobody
+                self._abandon()
+                engine.replace_server()
+            self._is_waiting = False
 
     def is_withdrawn(self) -> bool:
         """See `EngineOffer.is_withdrawn`.
@@ -317,14 +323,18 @@ class JaxOffer(EngineOffer):
             return True
         if time.monotonic() < self._self_pull_until:
             return False
+        serves_nobody = self._self_pull is not None and self._probe is not None
+        self._abandon()
+        if serves_nobody and self.address == self._engine.address:
+            self._engine.replace_server()
+        return True
+
+    def _abandon(self) -> None:
+        """Abandon the node's own pulls that have not ended."""
         for pull in (self._self_pull, self._probe):
             if pull is not None:
                 pull.abandon()
-        serves_nobody = self._self_pull is not None and self._probe is not None
-        if serves_nobody and self.address == self._engine.address:
-            self._engine.replace_server()
         self._self_pull = self._probe = None
-        return True
 
 
 class JaxReader:
@@ -370,13 +380,18 @@ class JaxReader:
             arrays = tuple(connection.pull(number, wanted))
         except Exception as error:
             raise PullError(Fault.FAILED, _first_line(error)) from error
+        try:
+            pull = JaxPull(self, connection, arrays, on_abandon)
+        except BaseException:
+            connection._poison_connection()
+            raise
         self.num_running += 1
-        return JaxPull(self, connection, arrays, on_abandon)
+        return pull
 
     def reuse(self, connection: Any) -> None:
         """Keep the connection of a successful pull for the next one."""
-        self.num_running -= 1
         self._idle.append(connection)
+        self.num_running -= 1
 
 
 class JaxPull(EnginePull):
@@ -417,8 +432,8 @@ class JaxPull(EnginePull):
             fault = Fault.PEER_LOST if lost else Fault.FAILED
             raise PullError(fault, _first_line(error)) from None
         if self._is_connected and self._num_arrived == len(self.arrays):
-            self._is_connected = False
             self.reader.reuse(self._connection)
+            self._is_connected = False
         return self._num_arrived
 
     def has_ended(self) -> bool:
@@ -432,10 +447,10 @@ class JaxPull(EnginePull):
     def abandon(self) -> None:
         """See `EnginePull.abandon`: break the connection, unless everything has arrived."""
         if self._is_connected:
-            self._is_connected = False
             self._connection._poison_connection()
-            self.reader.num_running -= 1
             self._on_abandon(self)
+            self._is_connected = False
+            self.reader.num_running -= 1
 
 
 def _test(engine: JaxEngine) -> None:

@@ -150,7 +150,8 @@ class NixlAgent:
 
     def _register(self, metadata: bytes) -> str:
         name = _new_name()
-        renamed, num_names = _NAME.subn(name.encode(), metadata)
+        encoded = name.encode()
+        renamed, num_names = _NAME.subn(encoded, metadata)
         if not num_names:
             raise PullError(Fault.MISMATCH, "no metadata of a NIXL agent")
         try:
@@ -158,7 +159,7 @@ class NixlAgent:
         except Exception as error:
             self._remove(name)
             raise _pull_error(error) from error
-        if found not in (name, name.encode()):
+        if found not in (name, encoded):
             self._remove(found)
             raise PullError(Fault.MISMATCH, "metadata of a NIXL agent with another name")
         return name
@@ -205,15 +206,16 @@ class NixlAgent:
         first, nixl = self.address + start, self.nixl
         to = [(first + each.start, each.num_bytes, 0) for each in segments]
         source = [(remote + each.start, each.num_bytes, 0) for each in segments]
+        made: list[Any] = []
         try:
-            return PreparedReads(
-                nixl.prep_xfer_dlist("NIXL_INIT_AGENT", nixl.get_xfer_descs(to, "DRAM")),
-                nixl.prep_xfer_dlist(peer, nixl.get_xfer_descs(source, "DRAM")),
-            )
+            made += [nixl.prep_xfer_dlist("NIXL_INIT_AGENT", nixl.get_xfer_descs(to, "DRAM"))]
+            made += [nixl.prep_xfer_dlist(peer, nixl.get_xfer_descs(source, "DRAM"))]
+            return PreparedReads(*made)
         except Exception as error:
+            self.release_prepared(made)
             raise self._lost(peer, error) from error
 
-    def release_prepared(self, prepared: PreparedReads) -> None:
+    def release_prepared(self, prepared: Sequence[Any]) -> None:
         """Free prepared reads, all of which have ended."""
         for each in prepared:
             with contextlib.suppress(Exception):  # NIXL may refuse when the peer is gone
@@ -251,6 +253,8 @@ class NixlAgent:
         """
         try:
             state = self.nixl.check_xfer_state(handle)
+        except (MemoryError, OSError):  # of Python, so it does not tell that the read has ended
+            raise
         except Exception as error:
             raise self._lost(peer, error) from error
         return _is_running(state)
@@ -279,19 +283,24 @@ def _output_on_stderr() -> Iterator[Callable[[], str]]:
     if sys.stdout is not None:
         sys.stdout.flush()
     with tempfile.TemporaryFile() as file:
-        kept = {}
-        for each in (1, 2):
-            with contextlib.suppress(OSError):  # a service may have closed it
-                kept[each] = os.dup(each)
-                os.dup2(file.fileno(), each)
+        kept: dict[int, int] = {}
         try:
+            for each in (1, 2):
+                with contextlib.suppress(OSError):  # a service may have closed it
+                    kept[each] = os.dup(each)
+                    os.dup2(file.fileno(), each)
             yield lambda: os.pread(file.fileno(), _MAX_OUTPUT_BYTES, 0).decode(errors="replace")
         finally:
-            for each, copy in kept.items():
-                os.dup2(copy, each)
-                os.close(copy)
+            _restore(kept)
             if 2 in kept:
                 os.write(2, os.pread(file.fileno(), _MAX_OUTPUT_BYTES, 0))
+
+
+def _restore(kept: dict[int, int]) -> None:
+    """Give descriptors the files back of which there are copies."""
+    for each, copy in kept.items():
+        os.dup2(copy, each)
+        os.close(copy)
 
 
 def _new_name() -> str:

@@ -97,10 +97,16 @@ class NixlEngine(TransferEngine):
         slot = self._pool.allocate(slot_bytes(specs))
         if slot is None:
             return None
-        self._pool.write(slot, arrays)
-        is_short = self._pool.num_free_bytes < len(self._pool.memory) // 2
-        confirmation = secrets.token_bytes(_CONFIRMATION_BYTES) if is_short else _NO_CONFIRMATION
-        offer = NixlOffer(self, slot, confirmation)
+        try:
+            self._pool.write(slot, arrays)
+            is_short = self._pool.num_free_bytes < len(self._pool.memory) // 2
+            confirmation = (
+                secrets.token_bytes(_CONFIRMATION_BYTES) if is_short else _NO_CONFIRMATION
+            )
+            offer = NixlOffer(self, slot, confirmation)
+        except BaseException:
+            self._pool.free(slot)
+            raise
         if is_short:
             self._unconfirmed[confirmation] = offer
         self._num_offers += 1
@@ -120,7 +126,11 @@ class NixlEngine(TransferEngine):
         slot = self._pool.allocate(slot_bytes(descriptor.arrays))
         if slot is None:
             return None
-        return NixlPull(self, peer, remote, confirmation, slot, descriptor.arrays, digest_key)
+        try:
+            return NixlPull(self, peer, remote, confirmation, slot, descriptor.arrays, digest_key)
+        except BaseException:
+            self._pool.free(slot)
+            raise
 
     def maintain(self) -> None:
         """See `TransferEngine.maintain`."""
@@ -201,7 +211,6 @@ class NixlPull(EnginePull):
         self.arrays = engine._pool.views(slot, specs)
         self._engine = engine
         self._agent = engine._agent
-        self._peer = self._agent.enter(peer)
         self._remote = remote
         self._confirmation = confirmation
         self._segments = split_slot(specs, _READ_BYTES)  # one read each
@@ -211,6 +220,7 @@ class NixlPull(EnginePull):
         self._num_arrived = 0
         self._prepared: PreparedReads | None = None
         self._helper_task: Future[None] | None = None
+        self._peer = self._agent.enter(peer)  # last: `free` undoes it
 
     def advance(self) -> int:
         """See `EnginePull.advance`."""
@@ -227,7 +237,8 @@ class NixlPull(EnginePull):
                 self._helper_task.result(_HELPER_WAIT_S)
         for number, handle in list(self._running.items()):
             if not self._agent.is_running(handle, self._peer):
-                self._end(number, self._running.pop(number))
+                self._agent.release(self._running.pop(number))
+                self._digest(number)
         while self._num_arrived < len(self._digests) and self._digests[self._num_arrived]:
             self._num_arrived += 1
         return self._num_arrived
@@ -246,7 +257,8 @@ class NixlPull(EnginePull):
             if may_write:
                 self._running[number] = handle
         if not may_write:  # `is_running` would take as long as `post`
-            self._end(number, handle)
+            self._agent.release(handle)
+            self._digest(number)
         return not may_write
 
     def _help(self, prepared: PreparedReads) -> None:
@@ -254,9 +266,8 @@ class NixlPull(EnginePull):
         while self._waiting:
             self._read_next(prepared)
 
-    def _end(self, number: int, handle: Any) -> None:
+    def _digest(self, number: int) -> None:
         """Digest the arrays of a read that has ended, while they are in the cache."""
-        self._agent.release(handle)
         start = self._segments[number - 1].stop_array if number else 0
         stop = self._segments[number].stop_array
         arrays = self.arrays[start:stop]
@@ -270,7 +281,7 @@ class NixlPull(EnginePull):
         """Whether no read can write any more, unless `advance` is called."""
         if self._helper_task is not None and not self._helper_task.done():
             return False
-        return not any(self._may_write(handle) for handle in self._running.values())
+        return not any([self._may_write(handle) for handle in self._running.values()])
 
     def _may_write(self, handle: Any) -> bool:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -64,9 +64,10 @@ class StagingPool:
         for place, (start, free) in enumerate(self._free):
             if free >= num_bytes:
                 size = min(size, free)
+                slot = Slot(start, size)
                 rest = [Slot(start + size, free - size)] if free > size else []
                 self._free[place : place + 1] = rest
-                return Slot(start, size)
+                return slot
         return None
 
     def free(self, slot: Slot) -> None:
@@ -75,13 +76,12 @@ class StagingPool:
         before, after = self._free[:place], self._free[place:]
         assert not before or sum(before[-1]) <= slot.start, f"{slot} is free already"
         assert not after or sum(slot) <= after[0].start, f"{slot} is free already"
-        start, stop = slot.start, sum(slot)
+        first, last, start, stop = place, place, slot.start, sum(slot)
         if before and sum(before[-1]) == start:
-            start = self._free.pop(place - 1).start
-            place -= 1
+            first, start = place - 1, before[-1].start
         if after and after[0].start == stop:
-            stop = sum(self._free.pop(place))
-        insort(self._free, Slot(start, stop - start))
+            last, stop = place + 1, sum(after[0])
+        self._free[first:last] = [Slot(start, stop - start)]
 
     def write(self, slot: Slot, arrays: Sequence[PayloadArray]) -> None:
         """Copy arrays into a slot."""

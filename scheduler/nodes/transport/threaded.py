@@ -45,12 +45,18 @@ class ThreadedTransport(Transport):
     """A transport between processes, over any engine."""
 
     def __init__(self, engine: TransferEngine) -> None:
-        """Start the thread, which owns the engine from now on."""
+        """Start the thread, which owns the engine from now on.
+
+        Raises:
+            RuntimeError: if there can be no more threads; the engine is closed then.
+        """
         self.name = engine.name
         self.copies_offers = engine.copies_offers
         self._offered: set[PartId] = set()
         self._pulling: dict[PartId, bool] = {}  # whether it was cancelled
         self._received: set[PartId] = set()
+        self._taken: list[Event] = []  # from the thread, and not accounted yet
+        self._accounted: list[Event] = []
         self._table = TransferTable(engine)
         self._changed = Condition()  # guards the next four
         self._commands: deque[Callable[[], None]] = deque()
@@ -61,8 +67,13 @@ class ThreadedTransport(Transport):
         self._thread = Thread(target=self._run, name=f"radixkv-{engine.name}", daemon=True)
         # Python unwinds the stack of a daemon thread that needs the GIL after the interpreter's
         # end. In the C++ of JAX or NIXL, that aborts the process.
-        atexit.register(self.close)
-        self._thread.start()
+        try:
+            atexit.register(self.close)
+            self._thread.start()
+        except Exception:  # there is no thread
+            atexit.unregister(self.close)
+            engine.close()
+            raise
 
     def offer(
         self,
@@ -130,11 +141,16 @@ class ThreadedTransport(Transport):
             TransportError: if the engine raised an unexpected exception and the thread ended.
         """
         with self._changed:
-            events, self._events = self._events, []
+            self._taken += self._events
+            self._events = []
             crash = self._crash
         if crash is not None:
             raise TransportError(f"{self.name} has ended: {type(crash).__name__}") from crash
-        return [self._account(event) for event in events]
+        while self._taken:  # an error loses none, and counts none twice
+            self._accounted += [self._account(self._taken[0])]
+            del self._taken[0]
+        events, self._accounted = self._accounted, []
+        return events
 
     def stats(self) -> TransportStats:
         """See `Transport.stats`."""
@@ -166,11 +182,14 @@ class ThreadedTransport(Transport):
     def _account(self, event: Event) -> Event:
         """Update the caller's side, and return the event for the caller."""
         match event:
-            case Received() if self._pulling.pop(event.part_id):
+            case Received() if self._pulling[event.part_id]:
+                failed = PullFailed(event.part_id, Fault.CANCELLED, "cancelled")
                 self._do(partial(self._table.release, event.part_id))
-                return PullFailed(event.part_id, Fault.CANCELLED, "cancelled")
+                del self._pulling[event.part_id]
+                return failed
             case Received():
                 self._received.add(event.part_id)
+                del self._pulling[event.part_id]
             case PullFailed():
                 del self._pulling[event.part_id]
             case OfferFailed():

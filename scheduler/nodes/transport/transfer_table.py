@@ -111,9 +111,11 @@ class TransferTable:
 
     def fail(self, failed: PullFailed) -> None:
         """End a pull as failed."""
-        pull = self._pulls.pop(failed.part_id, None)
-        if pull is not None and pull.running is not None:
-            pull.running.abandon()
+        pull = self._pulls.get(failed.part_id)
+        if pull is not None:
+            if pull.running is not None:
+                pull.running.abandon()
+            del self._pulls[failed.part_id]  # now: if it is not abandoned, `close` has to do it
         self.faults[failed.fault] += 1
         self._events.append(failed)
 
