@@ -351,6 +351,7 @@ def mooncake() -> Iterator[MooncakeBackend]:
 
 def inject_into_mooncake(backend: MooncakeBackend, name: str, *, is_started: bool = False) -> None:
     fill(backend)
+    gc.collect()  # garbage of other tests may have files
     num_files = open_files()
 
     def restart() -> None:

@@ -461,6 +461,19 @@ def settle(server: ServerProcess, num_descriptors: int) -> int:
     return num
 
 
+def fill(server: ServerProcess, disk: Path) -> None:
+    """Complete new prompts until its disk has room for one block at most.
+
+    Raises:
+        AssertionError: if it does not store them.
+    """
+    for number in range(1000):
+        if server.free_bytes(disk) <= 8192:
+            return
+        complete(server.port, f"{number} is what the cache holds")
+    raise AssertionError(f"{server.free_bytes(disk):,} bytes of its disk are free")
+
+
 # The command
 
 
@@ -498,7 +511,11 @@ HEADINGS: Final = (
 
 
 def attack_server(
-    server: ServerProcess, ways: Sequence[tuple[Sequence[Attack], int]], *, patience_s: float
+    server: ServerProcess,
+    ways: Sequence[tuple[Sequence[Attack], int]],
+    *,
+    patience_s: float,
+    num_descriptors: int,
 ) -> Iterator[Result]:
     """Attack in several ways, one after the other; yield what each did.
 
@@ -506,9 +523,9 @@ def attack_server(
         server: the server.
         ways: attacks that come together, and their number of connections.
         patience_s: see `Attacker`.
+        num_descriptors: of the server without clients.
     """
     expected = {prompt: complete(server.port, prompt) for prompt in _PROMPTS}
-    num_descriptors = server.descriptors()
     for attacks, num in ways:
         seed = random.getrandbits(32)
         witnesses = Witnesses(server.port, expected)
@@ -572,6 +589,7 @@ def main() -> int:
         disk.mkdir()
         make_model(model)
         server = stack.enter_context(attacked(model, disk))
+        num_descriptors = server.descriptors()
         print(HEADINGS, flush=True)
         everything = tuple(each for each, _ in ATTACKS)
         ways: list[tuple[Sequence[Attack], int]] = [
@@ -579,7 +597,10 @@ def main() -> int:
         ]
         ways.append((everything, max(len(ATTACKS), options.connections // 5)))
         ways *= options.rounds
-        for result in attack_server(server, ways, patience_s=options.patience_s):
+        patience_s = options.patience_s
+        for result in attack_server(
+            server, ways, patience_s=patience_s, num_descriptors=num_descriptors
+        ):
             print(result, flush=True)
             failures += result.failures
         print(f"room on the disk of its storage tier: {server.free_bytes(disk):,} bytes")

@@ -122,11 +122,24 @@ def test_an_interrupt_is_not_lost_in_a_callback() -> None:
     assert end(SWALLOWED) == (130, "", "radixkv: interrupted\n")
 
 
+STARTING = """
+import gc, sys, time
+from radixkv.scheduler.cli.main import main
+
+def wait():
+    while True:
+        time.sleep(0.01)
+
+gc.freeze = wait  # what a node calls last before it serves: an interrupt comes before
+sys.exit(main())
+"""
+
+
 @pytest.mark.parametrize("transport", ["jax", "nixl"])
 def test_an_interrupt_ends_a_node_that_starts(
     model_dir: Callable[[str], Path], transport: str
 ) -> None:
-    command = [sys.executable, "-m", "radixkv.scheduler.cli.main", "decode-node", *NODE_OPTIONS]
+    command = [sys.executable, "-c", STARTING, "decode-node", *NODE_OPTIONS]
     command += ["--gateway", "127.0.0.1:9", "--transport", transport, model_dir("qwen3")]
     with subprocess.Popen(
         [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
