@@ -10,7 +10,7 @@ import pytest
 from radixkv.kernels import backends
 from radixkv.kernels.backends import TargetDevice
 from radixkv.kvcache import CountError, RadixKVError, RequestTooLargeError
-from radixkv.scheduler.engine import Engine, model_runner
+from radixkv.scheduler.engine import Engine, model_runner, programs
 from radixkv.scheduler.errors import ConfigError, RequestError
 from radixkv.scheduler.handoff import Timing
 from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
@@ -145,6 +145,7 @@ def test_nodes_refuse_them_too(model, node, options, error, text):
 def test_a_gpu_that_runs_portable_attention_gets_one_warning(model, monkeypatch, device):
     for module in (backends, model_runner):
         monkeypatch.setattr(module, "target_device", lambda: device)
+    monkeypatch.setattr(programs, "_compile", lambda lowerings: {})  # for this machine
     reason = f"mosaic needs an NVIDIA GPU of compute capability 9.0, got {device.name}"
     with pytest.warns(UserWarning) as caught:
         serving = Engine(model("llama"), **SIZES)
@@ -156,7 +157,8 @@ def test_a_gpu_that_runs_portable_attention_gets_one_warning(model, monkeypatch,
     assert (stats.attention_backend, stats.attention_reason) == ("xla", reason)
 
 
-def test_a_cpu_gets_no_warning(model):
+def test_a_cpu_gets_no_warning(model, monkeypatch):
+    monkeypatch.setattr(programs, "_compile", lambda lowerings: {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Engine(model("llama"), **SIZES).stats().attention_backend == "xla"

@@ -27,7 +27,7 @@ from .planted.plant_scheduler import load_scheduler, subject_with
 from .planted.scheduler_bugs import SCHEDULER_BUGS
 
 NUM_STEPS = 60_000
-"""Far more than any bug takes, and any situation."""
+"""Far more than any bug takes; half as many are enough for any situation."""
 
 CONFIG = {
     "num_blocks": 6,
@@ -46,7 +46,7 @@ def submit(name: str, prompt: list[int], max_new_tokens: int = 1) -> list[object
 
 
 def test_our_scheduler_keeps_to_every_rule_and_meets_every_situation():
-    result = run(SchedulerSubject(make_factory()), seed=0, num_steps=NUM_STEPS)
+    result = run(SchedulerSubject(make_factory()), seed=0, num_steps=NUM_STEPS // 2)
     assert result.finding is None, result.finding
     assert set(result.situations) == set(SCHEDULER_FLOORS), "a situation has no floor"
     rare = too_rare(result.situations, SCHEDULER_FLOORS, result.num_steps)

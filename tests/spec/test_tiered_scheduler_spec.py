@@ -39,7 +39,7 @@ def test_our_scheduler_over_tiers_keeps_to_every_rule() -> None:
 
 @pytest.mark.slow
 def test_the_generator_meets_every_situation() -> None:
-    result = run(tiered_subject(), seed=2, num_steps=60_000)
+    result = run(tiered_subject(), seed=2, num_steps=30_000)
     assert result.finding is None, result.finding
     rare = too_rare(result.situations, TIERED_SCHEDULER_FLOORS, result.num_steps)
     assert not rare, "the generator does not come to these any more"

@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
+from hypothesis import is_hypothesis_test
 
 from . import (
     decode_harness,
@@ -58,16 +59,17 @@ def found_by_scheduler_tests(package: ModuleType) -> str | None:
     with ExitStack() as stack:
         for module in (*modules, decode_harness, prefill_harness):
             stack.enter_context(patched_classes(module, package))
-        for scenario in [scenario for module in modules for scenario in vars(module).values()]:
-            if is_quick(scenario):
-                try:
-                    scenario()
-                except (Exception, pytest.fail.Exception):
-                    return str(scenario.__name__)
+        members = [member for module in modules for member in vars(module).values()]
+        # Those of Hypothesis, which take seconds, last.
+        for scenario in sorted(filter(is_quick, members), key=is_hypothesis_test):
+            try:
+                scenario()
+            except (Exception, pytest.fail.Exception):
+                return str(scenario.__name__)
     return None
 
 
-def is_quick(scenario: object) -> bool:
+def is_quick(scenario: Any) -> bool:
     if not (inspect.isfunction(scenario) and scenario.__name__.startswith("test_")):
         return False
     return (
