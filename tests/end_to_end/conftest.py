@@ -29,6 +29,13 @@ NUM_BLOCKS = 160
 TOKEN_BUDGET = 32
 MAX_RUNNING = 4
 MAX_MODEL_LEN = 384
+SIZES: dict[str, Any] = {
+    "num_blocks": NUM_BLOCKS,
+    "token_budget": TOKEN_BUDGET,
+    "max_running": MAX_RUNNING,
+    "max_model_len": MAX_MODEL_LEN,
+}
+"""An engine of these sizes finds its programs in JAX's cache."""
 
 
 @pytest.fixture(scope="session")
@@ -59,14 +66,7 @@ def engine(model: Callable[[str], Model]) -> Callable[[str, int], Engine]:
 
     @functools.cache
     def make(family: str, block_size: int) -> Engine:
-        return Engine(
-            model(family),
-            block_size=block_size,
-            num_blocks=NUM_BLOCKS,
-            token_budget=TOKEN_BUDGET,
-            max_running=MAX_RUNNING,
-            max_model_len=MAX_MODEL_LEN,
-        )
+        return Engine(model(family), block_size=block_size, **SIZES)
 
     return make
 

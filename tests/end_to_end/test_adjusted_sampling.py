@@ -15,7 +15,7 @@ from radixkv.kvcache import HostConfig
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.request import GREEDY, Request, SamplingParams
 
-from .conftest import assert_nothing_leaked, complete, fresh, let_copies_end
+from .conftest import SIZES, assert_nothing_leaked, complete, fresh, let_copies_end
 
 NEW_TOKENS = 16
 PREFIX = [5, 9, 5, 7, 301, 9, 44, 5]
@@ -128,10 +128,8 @@ def test_no_stop_token_comes_before_min_tokens(served, min_tokens, temperature):
 
 
 def test_nothing_is_compiled_or_allocated_for_who_asks_for_nothing(model):
-    options: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "token_budget": 8}
-    sizes = {**options, "max_running": 2, "max_model_len": 32}
-    plain = Engine(model("qwen3"), **sizes)
-    ready = Engine(model("qwen3"), **sizes, warm_up_sampling=True)
+    plain = Engine(model("qwen3"), block_size=4, **SIZES)
+    ready = Engine(model("qwen3"), block_size=4, **SIZES, warm_up_sampling=True)
     for serving in (plain, ready):
         complete(serving, PROMPTS[:2], 8, [GREEDY, SamplingParams(1.0, top_k=4, top_p=0.9)])
         assert serving._runner._adjustments._counts is None

@@ -17,7 +17,7 @@ from radixkv.scheduler.gateway.gateway import Gateway
 from radixkv.scheduler.request import GREEDY, Request, SamplingParams, TokenLogprob
 
 from .cluster import Cluster
-from .conftest import assert_nothing_leaked, complete, fresh, let_copies_end
+from .conftest import SIZES, assert_nothing_leaked, complete, fresh, let_copies_end
 
 NEW_TOKENS = 10
 PREFIX = [(7 * i) % 90 + 5 for i in range(34)]
@@ -149,8 +149,7 @@ def test_the_prompt_is_computed_whole_and_hit_by_others(served):
 
 
 def test_who_asks_for_nothing_compiles_nothing(model):
-    options: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "token_budget": 8}
-    serving = Engine(model("llama"), **options, max_running=2, max_model_len=32)
+    serving = Engine(model("llama"), block_size=4, **SIZES)
     complete(serving, [[3, 4, 5]], 4)
     assert not serving._runner._logprobs._programs
     assert serving.stats().compilations_after_warm_up == 0
