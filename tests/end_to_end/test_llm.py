@@ -20,6 +20,7 @@ from radixkv.scheduler import (
     RequestError,
     SamplingParams,
 )
+from radixkv.scheduler.engine import programs
 from radixkv.scheduler.models import CheckpointFileError, make_tiny_checkpoint
 from radixkv.scheduler.text import ChatTemplateError, ModelNotFoundError
 
@@ -199,14 +200,15 @@ def test_sizes_are_said_in_a_line(llm, model_directory, caplog):
     assert " of weights and 96 blocks of 4 tokens take " in record.getMessage()
 
 
-def test_models_that_cannot_be_loaded(tmp_path, model_directory):
+def test_models_that_cannot_be_loaded(tmp_path, model_directory, monkeypatch):
     with pytest.raises(ModelNotFoundError, match=r"^\./nothing: no such directory, and not the"):
         radixkv.LLM("./nothing")
     with pytest.raises(CheckpointFileError):
         radixkv.LLM(tmp_path)
     with pytest.raises(ConfigError, match=r"^memory_fraction must be above 0"):
         radixkv.LLM(model_directory, memory_fraction=2.0)
-    with pytest.raises(RequestTooLargeError):
+    monkeypatch.setattr(programs, "_compile", lambda lowerings: {})
+    with pytest.raises(RequestTooLargeError):  # before it runs a program
         radixkv.LLM(model_directory, **SIZES | {"num_blocks": 4}).generate(
             "the cache", GenerationParams(max_tokens=100)
         )
