@@ -189,7 +189,8 @@ def test_generate_publishes_what_it_caches(
 ) -> None:
     batches: list[EventBatch] = []
     monkeypatch.setattr(EventPublisher, "publish", lambda self, batch: batches.append(batch))
-    outcome = radixkv(*arguments, "--kv-events", ANY, "--kv-events-replay", ANY, "--json", "-")
+    published = ["--kv-events", ANY, "--kv-events-replay", ANY]
+    outcome = radixkv(*arguments, "--device-blocks", 10, *published, "--json", "-")
     assert outcome.status == 0
     assert "radixkv: KV events are published at tcp://127.0.0.1:" in outcome.stderr
     assert [batch.seq for batch in batches] == list(range(len(batches)))
