@@ -296,7 +296,6 @@ class JaxOffer(EngineOffer):
         if self.address != engine.address:
             self._is_waiting = False
         elif engine.has_room(self.address, 2):
-            self._self_pull_until = time.monotonic() + _SELF_PULL_S
             try:
                 self._self_pull = engine.begin(self.address, self.number, self.specs)
                 self._probe = engine.probe()
@@ -304,6 +303,7 @@ class JaxOffer(EngineOffer):
                 self._abandon()
                 engine.replace_server()
             self._is_waiting = False
+            self._self_pull_until = time.monotonic() + _SELF_PULL_S
 
     def is_withdrawn(self) -> bool:
         """See `EngineOffer.is_withdrawn`.
