@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_livelock_ends_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
+def test_a_hang_ends_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
     stuck = tmp_path / "test_stuck.py"
     stuck.write_text(
         "import threading, time\n\n"
@@ -18,7 +18,7 @@ def test_a_livelock_ends_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
         "threading.Thread(target=wait_for_ever, daemon=True).start()\n"
         "waits.wait()\n\n"
         "def test_stuck():\n"
-        "    while True:\n        time.sleep(0.001)\n"
+        "    time.sleep(1000)\n"  # Python may crash where it prints frames that change
     )
     config = ("-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "-o", "faulthandler_timeout=5")
     options = ("-n0", "-p", "no:cacheprovider", "-q", "--confcutdir", tmp_path)
