@@ -78,7 +78,7 @@ class TestChoose:
     def test_what_mosaic_needs_and_is_not_installed(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "jax.experimental.pallas.mosaic_gpu", None)
         path = backends.__file__.replace("backends", "mosaic_compat")
-        found = importlib.util.spec_from_file_location("mosaic_without_absl", path)
+        found = importlib.util.spec_from_file_location("radixkv.kernels.without_absl", path)
         assert found is not None and found.loader is not None
         with pytest.raises(ModuleNotFoundError) as missing:
             found.loader.exec_module(importlib.util.module_from_spec(found))
