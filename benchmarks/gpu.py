@@ -39,7 +39,7 @@ from gpu_steps.timing import measure
 
 BUDGET_S = 460.0
 COMPILE_S = 90.0
-"""Limit of the time before a step measures."""
+"""Limit of the time before the clock of a step starts."""
 
 
 class Step(NamedTuple):
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
     name: str
     limit_s: float
-    """Limit of the time after everything is compiled."""
+    """Limit of the time on its clock, which starts when the programs that it times are compiled."""
 
 
 STEPS = (
@@ -75,28 +75,31 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "torch", 
 
 
 def records_of(
-    step: str, dry: bool, compiled: Callable[[], object] = lambda: None
+    step: str, dry: bool, start_clock: Callable[[], object] = lambda: None
 ) -> Iterator[Record]:
     """Yield the records of one step; called in the step's process.
 
     Args:
         step: name of the step.
         dry: whether to take tiny problems.
-        compiled: called when all programs of a step that times some are compiled.
+        start_clock: called once, when all programs to time are compiled, or at the begin of a step
+            that compiles as it goes.
     """
     sizes = TINY if dry else FULL
     operation, _, implementation = step.partition(" ")
     if operation == "ceilings":
         from gpu_steps.ours import ceilings
 
+        start_clock()
         found = ceilings(sizes)
     elif operation == "tune":
         from gpu_steps.tune import tune
 
-        found = measure(tune(sizes, int(implementation)), sizes, compiled)
+        found = measure(tune(sizes, int(implementation)), sizes, start_clock)
     elif operation == "check":
         from gpu_steps.correctness import check
 
+        start_clock()
         found = check(implementation, dry)
     elif implementation in ("mosaic", "xla"):
         from gpu_steps import ours
@@ -104,11 +107,14 @@ def records_of(
         # A dry run has no Hopper GPU: it uses any backend.
         backend = None if dry and implementation == "mosaic" else implementation
         found = getattr(ours, operation)(sizes, backend)
-        if operation != "kernel_times":
-            found = measure(found, sizes, compiled)
+        if operation == "kernel_times":
+            start_clock()
+        else:
+            found = measure(found, sizes, start_clock)
     else:
         from gpu_steps.peers import PEERS, AbsentError
 
+        start_clock()
         try:
             for record in PEERS[step](sizes):
                 yield record | {"implementation": implementation}
@@ -117,13 +123,6 @@ def records_of(
         return
     for record in found:
         yield record | {"implementation": implementation}
-
-
-def compiles_first(step: str) -> bool:
-    """Whether the step measures nothing before all its programs are compiled."""
-    operation, _, implementation = step.partition(" ")
-    times = operation in ("decode", "extend", "moves")
-    return operation == "tune" or (times and implementation in ("mosaic", "xla"))
 
 
 def run_step(command: list[str], limit_s: float, log: Path) -> str | None:
@@ -185,8 +184,7 @@ def run(steps: list[Step], target: Path, dry: bool, budget_s: float = BUDGET_S) 
             command += ["--limit", str(step.limit_s), *["--dry-run"] * dry]
             failure = "no time left"
             if left_s > 5:
-                before_s = COMPILE_S if compiles_first(step.name) else 0.0
-                failure = run_step(command, min(step.limit_s + before_s, left_s), log)
+                failure = run_step(command, min(COMPILE_S + step.limit_s, left_s), log)
             for line in rows.read_text().splitlines():
                 with contextlib.suppress(json.JSONDecodeError):  # cut off while it was written
                     records.append(json.loads(line))
@@ -239,7 +237,11 @@ def main() -> int:
                 print(json.dumps(record), file=rows, flush=True)
         return 0
     wanted = tuple(options.only or ("",))
-    steps = [step for step in (TUNING if options.tune else STEPS) if step.name.startswith(wanted)]
+    known = TUNING if options.tune else STEPS
+    steps = [step for step in known if step.name.startswith(wanted)]
+    if unknown := [each for each in wanted if not any(s.name.startswith(each) for s in known)]:
+        names = ", ".join(step.name for step in known)
+        parser.error(f"--only: no step begins with {unknown[0]!r}; the steps are {names}")
     records = run(steps, options.json, options.dry_run)
     if options.tune:
         from gpu_steps.tune import tables_of

@@ -58,19 +58,19 @@ class Timing:
 
 
 def measure(
-    timings: Iterable[Timing], sizes: Sizes, compiled: Callable[[], object] = lambda: None
+    timings: Iterable[Timing], sizes: Sizes, start_clock: Callable[[], object] = lambda: None
 ) -> Iterator[Record]:
     """Yield the record of each timing with its seconds.
 
     Args:
         timings: programs, compiled at once on all cores before the first is timed.
         sizes: number of launches and rounds.
-        compiled: called before the first is timed.
+        start_clock: called when all are compiled.
     """
     timings = list(timings)
     with ThreadPoolExecutor() as pool:
         programs = list(pool.map(Timing.compile, timings))
-    compiled()
+    start_clock()
     for timing, program in zip(timings, programs, strict=True):
         yield timing.record | {"seconds": _seconds(timing, program, sizes)}
 

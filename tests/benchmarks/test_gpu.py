@@ -49,7 +49,9 @@ def test_the_command(tmp_path):
 
 @pytest.mark.parametrize("step", [s.name for s in gpu.STEPS if s.name not in IN_A_PROCESS])
 def test_every_step(step):
-    records = list(gpu.records_of(step, True))
+    clock: list[bool] = []
+    records = list(gpu.records_of(step, True, lambda: clock.append(True)))
+    assert len(clock) == 1
     operation, _, implementation = step.partition(" ")
     for record in records:
         json.dumps(record)
@@ -152,9 +154,9 @@ def test_the_time_of_the_compilers_is_not_that_of_the_measurements(tmp_path):
     program = tmp_path / "step.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import gpu\n"
-        "def records_of(step, dry, compiled):\n"
+        "def records_of(step, dry, start_clock):\n"
         "    yield {'first': step}\n"
-        "    compiled()\n"
+        "    start_clock()\n"
         "    while True: pass\n"
         "gpu.records_of = records_of; gpu.main()\n"
     )
@@ -173,6 +175,18 @@ def test_a_failed_step_is_an_exit_status(tmp_path, monkeypatch, capsys):
     [record] = json.loads(target.read_text())["records"]
     assert record["failed"] == "decode nothing"
     assert "FAILED: decode nothing: KeyError: 'decode nothing'" in capsys.readouterr().out
+
+
+def test_an_unknown_step_is_refused(tmp_path, monkeypatch, capsys):
+    target = tmp_path / "results.json"
+    command = ["gpu.py", "--json", str(target), "--only", "ceilings", "decod-mosaic"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        gpu.main()
+    names = ", ".join(step.name for step in gpu.STEPS)
+    message = f"--only: no step begins with 'decod-mosaic'; the steps are {names}\n"
+    assert capsys.readouterr().err.endswith(message)
+    assert not target.exists()
 
 
 def test_a_run_out_of_time_keeps_what_it_has(tmp_path, capsys):
