@@ -354,7 +354,11 @@ def test_an_interrupt_of_several_jobs_waits_for_a_safe_place(
         return waited[-1]
 
     monkeypatch.setattr(campaign, "wait", wait)
-    result = run_campaign(CampaignConfig(), num_steps=4_000, num_jobs=2)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    try:
+        result = run_campaign(CampaignConfig(), num_steps=4_000, num_jobs=2)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (result.interrupted, len(waited)) == (True, 1)
 
 
