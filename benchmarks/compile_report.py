@@ -2,8 +2,7 @@
 
     python benchmarks/compile_report.py --json benchmarks/gpu_steps/compiled.json
 
-Needs the wheels that `.ci/run` installs. `benchmarks/gpu.py --tune` reads the JSON file and times
-only configurations that do not spill and fit into shared memory.
+Needs the wheels that `.ci/run` installs.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
-from gpu_steps.tune import candidates
 
 from radixkv.kernels import (
     copy_blocks,
@@ -31,7 +29,6 @@ from radixkv.kernels import (
     paged_extend,
     scatter_blocks,
 )
-from radixkv.kernels.online_softmax import check_options
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.kernels import lowering
@@ -108,34 +105,6 @@ def public_kernels() -> Iterator[Report]:
     yield report("kv_write", "blocks of 64, head_dim 128", kv_write, *written, donate=(3, 4))
 
 
-def tilings() -> Iterator[Report]:
-    """Report `paged_decode` with other configurations, for the tuner."""
-    from radixkv.kernels.paged_decode import mosaic as paged_decode_mosaic
-
-    for block_size in (16, 64, 128):
-        for config in candidates():
-            arguments = decode_arguments(128, block_size)
-            function = partial(
-                paged_decode_mosaic.decode,
-                sinks=None,
-                scales=None,
-                options=check_options(0.1, None, None, None, KV_HEADS * GROUP),
-                config=config,
-                return_lse=False,
-            )
-            name = f"blocks of {block_size}, tile {config.tile_tokens} x {config.stages}"
-            try:
-                row = report("tiling", name, lambda x, f=function: f(**x), arguments)
-            except ValueError as refusal:  # too much shared memory
-                print(f"{name}: {str(refusal).splitlines()[0]}", file=sys.stderr)
-                continue
-            yield row | {
-                "block_size": block_size,
-                "tile_tokens": config.tile_tokens,
-                "stages": config.stages,
-            }
-
-
 def main() -> None:
     """Print the table and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -145,12 +114,11 @@ def main() -> None:
     rows = []
     print(f"jax {jax.__version__}, {date.today()}\n")
     print(f"| {' | '.join(HEAD)} |\n| --- | --- {'| ---: ' * (len(HEAD) - 2)}|")
-    for make in (public_kernels, tilings):
-        for row in make():
-            rows.append(row)
-            numbers = row["registers"], f"{row['shared_bytes'] / 1024:.0f}", row["spill_bytes"]
-            cells = row["kernel"], row["shape"], *numbers, row["wgmma"], row["bulk_copies"]
-            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    for row in public_kernels():
+        rows.append(row)
+        numbers = row["registers"], f"{row['shared_bytes'] / 1024:.0f}", row["spill_bytes"]
+        cells = row["kernel"], row["shape"], *numbers, row["wgmma"], row["bulk_copies"]
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
     about = {"jax": jax.__version__, "date": str(date.today()), "target": "sm_90a"}
     target.write_text(json.dumps(about | {"kernels": rows}, indent=1) + "\n")
 

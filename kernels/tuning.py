@@ -9,6 +9,10 @@
       "paged_decode": [
         {"dtype": "bfloat16", "head_dim": 128, "group": 4, "block_size": 16,
          "rows": 512, "tokens": 4096, "config": {"tile_tokens": 64, "stages": 3, "splits": 1}}
+      ],
+      "paged_extend": [
+        {"dtype": "bfloat16", "head_dim": 128, "group": 4, "block_size": 64,
+         "tokens": 8192, "config": {"block_kv": 64, "stages": 4, "ping_pong": true}}
       ]
     }
 

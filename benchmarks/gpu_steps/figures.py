@@ -155,3 +155,28 @@ def table_of_figures(records: list[Record]) -> str:
         got = "" if figure.got is None else f"{figure.got:.3g}"
         rows.append((figure.name, f"{sign} {figure.wanted:g}", got, figure.verdict))
     return _rows(("figure", "wanted", "got", "verdict"), rows)
+
+
+def text_of_counters(record: Record) -> str:
+    """One line for the counters of one kernel; what the profiler did not give is "unknown"."""
+
+    def share(name: str) -> str:
+        return "unknown" if record[name] is None else f"{record[name]:.0f} %"
+
+    seconds = record["seconds"]
+    took = "an unknown time" if seconds is None else f"{1e6 * seconds:.1f} us"
+    stalls = ", ".join(f"{name} {cycles:.1f}" for name, cycles in record["stalls"].items())
+    return (
+        f"counters of {record['counters_of']}: {took}, DRAM {share('dram')}, tensor cores"
+        f" {share('tensor')}, cycles of stalls per instruction: {stalls or 'unknown'}"
+    )
+
+
+def text_of_tuning(rule: Record, records: list[Record]) -> str:
+    """One line for a tuned problem: the time of the rule, and the best configuration."""
+    timed = [record for record in records if record.get("tuned") == rule["tuned"]]
+    best = min(timed, key=lambda record: float(record["seconds"]))
+    return (
+        f"{rule['tuned']}: {1e6 * rule['seconds']:.1f} us by the rule, {1e6 * best['seconds']:.1f}"
+        f" us with {best['entry']['config']}, of {len(timed)} configurations"
+    )

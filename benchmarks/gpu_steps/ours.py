@@ -22,6 +22,7 @@ from .problems import HEADLINE, Kind, Record, Row, Sizes, point
 from .timing import Timing, kernel_seconds, measure
 
 DTYPE = "bfloat16"
+Attend = Callable[..., jax.Array]
 
 
 def normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
@@ -29,7 +30,7 @@ def normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, DTYPE)
 
 
-def ceilings(sizes: Sizes) -> Iterator[Record]:
+def ceilings(sizes: Sizes, start_clock: Callable[[], object]) -> Iterator[Record]:
     """Measure the bytes per second of a copy and the FLOP/s of a matrix product."""
     size = sizes.matrix
 
@@ -42,29 +43,48 @@ def ceilings(sizes: Sizes) -> Iterator[Record]:
 
     copy = Timing({"ceiling": "copy", "unit": "B/s"}, lambda x: x + 1, numbers, is_in_place=True)
     product = Timing({"ceiling": "matrix product", "unit": "FLOP/s"}, jnp.matmul, matrices)
-    works = 2 * sizes.copy_bytes, 2 * size**3
-    for work, record in zip(works, measure([copy, product], sizes), strict=True):
-        yield record | {"rate": work / record["seconds"]}
+    works = {"copy": 2 * sizes.copy_bytes, "matrix product": 2 * size**3}
+    for record in measure([copy, product], sizes, start_clock):
+        if "seconds" in record:
+            record["rate"] = works[record["ceiling"]] / record["seconds"]
+        yield record
+
+
+def launch(sizes: Sizes, problem: str, backend: Any) -> Iterator[Record]:
+    """Launch a kernel at least twice, for a profiler; the problems are those of `tools.COUNTED`."""
+    name, lengths = point(*sizes.decode[0]), [sizes.decode[0][1]] * sizes.decode[0][0]
+    quantised = next(kind for kind in sizes.kinds if kind.dtype == "int8")
+    timings: dict[str, Callable[[], Timing]] = {
+        "decode": lambda: decode_timing(sizes, backend, HEADLINE, name, lengths),
+        "decode int8": lambda: decode_timing(sizes, backend, HEADLINE, name, lengths, quantised),
+        "extend": lambda: extend_timing(
+            sizes, backend, HEADLINE, *next(iter(sizes.extend.items()))
+        ),
+        "copy": lambda: list(_block_moves(sizes, HEADLINE, sizes.moved_blocks[0], backend))[-1],
+    }
+    timing = timings[problem]()
+    jax.block_until_ready(timing.compile()(*timing.make()))
+    yield timing.record
 
 
 def make_pools(
     sizes: Sizes, block_size: int, kind: Kind | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """K and V pools of `pool_tokens` tokens and the padding sink."""
-    head_dim = sizes.head_dim if kind is None else kind.head_dim
-    shape = (sizes.pool_tokens // block_size + 1, sizes.kv_heads, block_size, head_dim)
+    kind = kind or sizes.kind
+    shape = (sizes.pool_tokens // block_size + 1, sizes.kv_heads, block_size, kind.head_dim)
     pools = normal(1, shape), normal(2, shape)
-    if kind is None or kind.dtype == DTYPE:
+    if kind.dtype == DTYPE:
         return pools
     return (30 * pools[0]).astype(kind.dtype), (30 * pools[1]).astype(kind.dtype)
 
 
-def make_scales(sizes: Sizes, pool: jax.Array) -> dict[str, jax.Array]:
-    """Arguments that a quantised pool needs."""
+def make_scales(sizes: Sizes, pool: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+    """Dequantisation scales of K and V that a quantised pool needs."""
     if pool.dtype == DTYPE:
-        return {}
+        return None
     scales = jnp.full((pool.shape[0], sizes.kv_heads), 1 / 30, jnp.float32)
-    return {"k_scales": scales, "v_scales": scales}
+    return scales, scales
 
 
 def make_tables(
@@ -83,26 +103,41 @@ def make_tables(
     return [jnp.asarray(table, jnp.int32) for table in tables]
 
 
-def _attend_one(head_dim: int, backend: Any) -> Callable[..., jax.Array]:
-    def attend(
-        q: Any, k: Any, v: Any, lengths: Any, scales: dict[str, Any], table: Any
-    ) -> jax.Array:
-        scale = head_dim**-0.5
-        return paged_decode(q, k, v, table, lengths, sm_scale=scale, backend=backend, **scales)
+def _public_decode(sm_scale: float, backend: Any) -> Attend:
+    def attend(q: Any, k: Any, v: Any, tables: Any, lengths: Any, scales: Any) -> jax.Array:
+        out = paged_decode(
+            q, k, v, tables, lengths, sm_scale=sm_scale, backend=backend, **_named(scales)
+        )
+        assert isinstance(out, jax.Array)
+        return out
 
     return attend
 
 
+def _public_extend(sm_scale: float, backend: Any) -> Attend:
+    def attend(q: Any, k: Any, v: Any, tables: Any, *rows_and_scales: Any) -> jax.Array:
+        *rows, scales = rows_and_scales
+        out = paged_extend(
+            q, k, v, tables, *rows, sm_scale=sm_scale, backend=backend, **_named(scales)
+        )
+        assert isinstance(out, jax.Array)
+        return out
+
+    return attend
+
+
+def _named(scales: Any) -> dict[str, Any]:
+    return {} if scales is None else {"k_scales": scales[0], "v_scales": scales[1]}
+
+
 def kernel_times(sizes: Sizes, backend: Any) -> Iterator[Record]:
     """Measure the kernels of `paged_decode` alone, without launch overhead."""
-    pools = make_pools(sizes, HEADLINE)
     for batch, length in sizes.decode:
-        q = normal(3, (batch, sizes.q_heads, sizes.head_dim))
-        table = make_tables(sizes, HEADLINE, [length] * batch, 2)[0]
-        lengths = jnp.full(batch, length, jnp.int32)
-        attend = _attend_one(sizes.head_dim, backend)
-        seconds = kernel_seconds(attend, q, *pools, lengths, {}, table)
-        yield {"kernels_of": f"decode {point(batch, length)}", "seconds": seconds}
+        name, lengths = point(batch, length), [length] * batch
+        timing = decode_timing(sizes, backend, HEADLINE, name, lengths)
+        shared, calls = timing.make()
+        seconds = kernel_seconds(timing.function, *shared, *calls[0])
+        yield {"kernels_of": f"decode {name}", "seconds": seconds}
 
 
 def decode(sizes: Sizes, backend: Any) -> Iterator[Timing]:
@@ -110,33 +145,40 @@ def decode(sizes: Sizes, backend: Any) -> Iterator[Timing]:
     rectangles = {point(*each): [each[1]] * each[0] for each in sizes.decode}
     for block_size in sizes.block_sizes if backend != "xla" else (HEADLINE,):
         for name, lengths in rectangles.items():
-            yield _decode(sizes, backend, block_size, name, lengths)
+            yield decode_timing(sizes, backend, block_size, name, lengths)
     for name, mixed in sizes.mixed.items():
-        yield _decode(sizes, backend, HEADLINE, name, mixed)
+        yield decode_timing(sizes, backend, HEADLINE, name, mixed)
     if backend == "xla":
         return
     name, rows = next(iter(rectangles.items()))
-    for kind in sizes.decode_kinds:
-        yield _decode(sizes, backend, HEADLINE, f"{name}, {kind.dtype} {kind.head_dim}", rows, kind)
+    for kind in sizes.kinds:
+        label = f"{name}, {kind.dtype} {kind.head_dim} x {kind.group}"
+        yield decode_timing(sizes, backend, HEADLINE, label, rows, kind)
 
 
-def _decode(
+def decode_timing(
     sizes: Sizes,
     backend: Any,
     block_size: int,
     name: str,
     lengths: Sequence[int],
     kind: Kind | None = None,
+    attend: Attend | None = None,
 ) -> Timing:
-    head_dim = sizes.head_dim if kind is None else kind.head_dim
+    """A timing of `paged_decode`, or of `attend` with its arguments and the scales last."""
+    heads = kind or sizes.kind
     # Few rows are split into many parts, which take seconds to compile for each call.
     most = sizes.calls if len(lengths) >= 8 else min(4, sizes.calls)
+    function = attend or _public_decode(heads.head_dim**-0.5, backend)
 
     def make() -> Any:
-        q = normal(3, (len(lengths), sizes.q_heads, head_dim))
-        pools = make_pools(sizes, block_size, kind)
-        shared = (q, *pools, jnp.asarray(lengths, jnp.int32), make_scales(sizes, pools[0]))
+        q = normal(3, (len(lengths), sizes.kv_heads * heads.group, heads.head_dim))
+        k, v = make_pools(sizes, block_size, kind)
+        shared = (q, k, v, jnp.asarray(lengths, jnp.int32), make_scales(sizes, k))
         return shared, [(table,) for table in make_tables(sizes, block_size, lengths, most)]
+
+    def call(q: Any, k: Any, v: Any, lengths: Any, scales: Any, table: Any) -> jax.Array:
+        return function(q, k, v, table, lengths, scales)
 
     record = {
         "operation": "decode",
@@ -144,41 +186,49 @@ def _decode(
         "block_size": block_size,
         "bytes": sizes.kv_bytes(sum(lengths), kind),
     }
-    return Timing(record, _attend_one(head_dim, backend), make)
+    return Timing(record, call, make)
 
 
 def extend(sizes: Sizes, backend: Any) -> Iterator[Timing]:
     """`paged_extend` at every point and, with Mosaic, for every block size."""
     for block_size in sizes.block_sizes if backend != "xla" else (HEADLINE,):
         for name, rows in sizes.extend.items():
-            yield _extend(sizes, backend, block_size, name, rows)
+            yield extend_timing(sizes, backend, block_size, name, rows)
 
 
-def _extend(
-    sizes: Sizes, backend: Any, block_size: int, name: str, rows: tuple[Row, ...]
+def extend_timing(
+    sizes: Sizes,
+    backend: Any,
+    block_size: int,
+    name: str,
+    rows: tuple[Row, ...],
+    kind: Kind | None = None,
+    attend: Attend | None = None,
 ) -> Timing:
+    """A timing of `paged_extend`, or of `attend` with its arguments and the scales last."""
+    heads = kind or sizes.kind
     new = np.array([row.new for row in rows])
     starts = np.cumsum([0, *(-(-new // 8) * 8)])
     total = [row.new + row.cached for row in rows]
+    function = attend or _public_extend(heads.head_dim**-0.5, backend)
 
     def make() -> Any:
-        q = normal(3, (int(starts[-1]), sizes.q_heads, sizes.head_dim))
-        numbers = (jnp.asarray(each, jnp.int32) for each in (total, new, starts[:-1]))
-        shared = (q, *make_pools(sizes, block_size), *numbers)
+        q = normal(3, (int(starts[-1]), sizes.kv_heads * heads.group, heads.head_dim))
+        k, v = make_pools(sizes, block_size, kind)
+        arrays = tuple(jnp.asarray(each, jnp.int32) for each in (total, new, starts[:-1]))
+        shared = (q, k, v, arrays, make_scales(sizes, k))
         return shared, [(table,) for table in make_tables(sizes, block_size, total, 2)]
 
-    def attend(q: Any, k: Any, v: Any, *numbers_and_table: Any) -> jax.Array:
-        *numbers, table = numbers_and_table
-        scale = sizes.head_dim**-0.5
-        return paged_extend(q, k, v, table, *numbers, sm_scale=scale, backend=backend)
+    def call(q: Any, k: Any, v: Any, arrays: Any, scales: Any, table: Any) -> jax.Array:
+        return function(q, k, v, table, *arrays, scales)
 
     record = {
         "operation": "extend",
         "point": name,
         "block_size": block_size,
-        "flops": sizes.attention_flops(rows),
+        "flops": sizes.attention_flops(rows, kind),
     }
-    return Timing(record, attend, make)
+    return Timing(record, call, make)
 
 
 def moves(sizes: Sizes, backend: Any) -> Iterator[Timing]:

@@ -10,12 +10,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .absent import AbsentError
 from .problems import HEADLINE, Record, Sizes, point
 from .timing import Timing, measure, time_torch
-
-
-class AbsentError(Exception):
-    """A peer cannot be measured; the message gives the reason."""
 
 
 def _torch() -> Any:

@@ -18,6 +18,8 @@ from typing import Any
 
 from .problems import Record, Sizes
 
+_NAMES = ("ceiling", "operation", "point", "block_size", "config")
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -30,12 +32,21 @@ class Timing:
             when the program is timed, so that those of one program at a time are on the device.
         is_in_place: whether ``state = function(state, *call)`` is timed, with the state donated,
             and not ``function(*shared, *call)``.
+        may_fail: whether it is left out if it cannot be compiled or its results are wrong;
+            otherwise that is a failure of the run.
     """
 
     record: Record
     function: Callable[..., Any]
     make: Callable[[], tuple[Any, Sequence[tuple[Any, ...]]]]
     is_in_place: bool = False
+    may_fail: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the program in reports."""
+        about = [str(self.record[key]) for key in _NAMES if key in self.record]
+        return ", ".join(about)
 
     def compile(self) -> Callable[..., Any]:
         """Compile all calls to one program."""
@@ -58,28 +69,43 @@ class Timing:
 
 
 def measure(
-    timings: Iterable[Timing], sizes: Sizes, start_clock: Callable[[], object] = lambda: None
+    timings: Iterable[Timing],
+    sizes: Sizes,
+    start_clock: Callable[[], object] = lambda: None,
+    check: Callable[[Record, Any], None] = lambda record, results: None,
 ) -> Iterator[Record]:
-    """Yield the record of each timing with its seconds.
+    """Yield the record of each timing with its seconds, or with the reason of its failure.
 
     Args:
         timings: programs, compiled at once on all cores before the first is timed.
         sizes: number of launches and rounds.
         start_clock: called when all are compiled.
+        check: called with the record and the first results of each; raises if they are wrong.
     """
     timings = list(timings)
     with ThreadPoolExecutor() as pool:
-        programs = list(pool.map(Timing.compile, timings))
+        futures = [pool.submit(timing.compile) for timing in timings]
     start_clock()
-    for timing, program in zip(timings, programs, strict=True):
-        yield timing.record | {"seconds": _seconds(timing, program, sizes)}
+    for timing, future in zip(timings, futures, strict=True):
+        try:
+            yield timing.record | {"seconds": _seconds(timing, future.result(), sizes, check)}
+        except Exception as failure:  # of one program: the others are still measured
+            reason = f"{type(failure).__name__}: {str(failure)[:2000]}"
+            what = "left_out" if timing.may_fail else "failed"
+            yield {what: timing.name, "reason": reason}
 
 
-def _seconds(timing: Timing, program: Callable[..., Any], sizes: Sizes) -> float:
+def _seconds(
+    timing: Timing,
+    program: Callable[..., Any],
+    sizes: Sizes,
+    check: Callable[[Record, Any], None],
+) -> float:
     import jax
 
     shared, calls = timing.make()
     result = jax.block_until_ready(program(shared, calls))
+    check(timing.record, result)
     rounds = []
     for _ in range(sizes.rounds):
         start = time.perf_counter()

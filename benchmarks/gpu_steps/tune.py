@@ -1,130 +1,224 @@
-"""Time launch configurations of `paged_decode` and write the fastest as a tuning table.
+"""Time launch configurations of the attention kernels, and make a tuning table of the fastest.
 
-Only configurations that `compile_report.py` reports without spills are timed.
+A configuration that cannot be compiled, or whose output differs from that of the rule's, is left
+out.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from radixkv.kernels import tuning
-from radixkv.kernels.backends import target_device
+from radixkv.kernels.backends import TargetDevice, target_device
+from radixkv.kernels.mosaic_compat import interpret_params
 from radixkv.kernels.online_softmax import check_options
-from radixkv.kernels.paged_decode.config import DecodeConfig, choose_config
+from radixkv.kernels.paged_decode import config as decode_rules
+from radixkv.kernels.paged_decode import mosaic as decode_mosaic
+from radixkv.kernels.paged_decode.config import DecodeConfig
+from radixkv.kernels.paged_extend import config as extend_rules
+from radixkv.kernels.paged_extend import mosaic as extend_mosaic
+from radixkv.kernels.paged_extend.config import ExtendConfig
 
-from .problems import Record, Sizes, point
-from .timing import Timing
+from .ours import decode_timing, extend_timing
+from .problems import HEADLINE, Kind, Record, Sizes, point
+from .timing import Timing, measure
 
-COMPILED = Path(__file__).with_name("compiled.json")
 MAX_RATIO = 0.98
 """A configuration gets an entry if its time is at most this fraction of the rule's."""
+TOLERANCE = 0.02
+"""Largest relative difference of its output from that of the rule's."""
 
 
-def candidates() -> list[DecodeConfig]:
-    """Configurations for a head_dim of 128 besides the rule's; `splits` depends on the batch."""
-    tilings = ((64, 4), (64, 5), (64, 6), (128, 3))
-    return [DecodeConfig(tile, stages, 1) for tile, stages in tilings]
+def tune(sizes: Sizes, what: str, start_clock: Any, *, quick: bool = False) -> Iterator[Record]:
+    """Time the configurations of a kernel.
+
+    Args:
+        sizes: the problems.
+        what: kernel, and block size or "kinds" for other heads and pools: "decode 64".
+        start_clock: called when all programs are compiled.
+        quick: whether to time only the rule and one other configuration of each problem.
+    """
+    operation, which = what.split()
+    timings = {"decode": _decode, "extend": _extend}[operation]
+    if which == "kinds":
+        found = [timing for kind in sizes.kinds for timing in timings(sizes, HEADLINE, kind, quick)]
+    else:
+        found = list(timings(sizes, int(which), sizes.kind, quick))
+    outputs: dict[str, Any] = {}
+
+    def check(record: Record, results: Any) -> None:
+        """Compare the output of the first call with that of the rule, which comes first."""
+        got = results[0].astype(jnp.float32)
+        expected = outputs.setdefault(record["tuned"], got)
+        error = float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected))
+        if not error <= TOLERANCE:
+            raise ValueError(f"the output differs from that of the rule by {error:.2g}")
+
+    return measure(found, sizes, start_clock, check)
 
 
-def without_spills(block_size: int) -> list[tuple[int, int]]:
-    """(tile_tokens, stages) of the configurations without spills."""
-    rows = json.loads(COMPILED.read_text())["kernels"]
+def decode_configs(rule: DecodeConfig, head_dim: int) -> list[DecodeConfig]:
+    """Configurations to time: other tilings, half and twice as many splits."""
+    tilings = {
+        64: ((64, 6), (128, 4)),
+        128: ((64, 4), (64, 5), (64, 6), (128, 3)),
+        256: ((64, 4),),
+    }.get(head_dim, ())
+    splits = {rule.splits}
+    if rule.splits > 1:
+        splits |= {max(1, rule.splits // 2), 2 * rule.splits}
+    pairs = ((rule.tile_tokens, rule.stages), *tilings)
+    return [DecodeConfig(*pair, each) for pair in pairs for each in sorted(splits)]
+
+
+def extend_configs(rule: ExtendConfig, head_dim: int) -> list[ExtendConfig]:
+    """Configurations to time: other stages, with and without ping-pong."""
+    tilings = {
+        64: ((64, 4), (64, 6), (128, 3), (128, 4), (128, 5)),
+        128: ((64, 3), (64, 4), (128, 2)),
+        256: ((64, 2),),
+    }.get(head_dim, ())
     return [
-        (row["tile_tokens"], row["stages"])
-        for row in rows
-        if row["kernel"] == "tiling" and row["block_size"] == block_size and not row["spill_bytes"]
+        replace(rule, block_kv=block_kv, stages=stages, ping_pong=ping_pong)
+        for block_kv, stages in tilings
+        for ping_pong in (True, False)
     ]
 
 
-def tune(sizes: Sizes, block_size: int) -> Iterator[Timing]:
-    """Every configuration without spills, with the rule's splits, half and twice as many."""
+def _others(rule: Any, configs: list[Any], quick: bool) -> list[Any]:
+    """The rule first, then the others."""
+    others = [config for config in configs if config != rule]
+    return [rule, *(others[:1] if quick else others)]
+
+
+def _interpret(device: TargetDevice) -> Any:
+    """Simulate the kernels on a machine without a GPU."""
+    return None if device.platform == "gpu" else interpret_params()
+
+
+def _decode(sizes: Sizes, block_size: int, kind: Kind, quick: bool) -> Iterator[Timing]:
     device = target_device()
-    for batch, length in sizes.decode:
-        rule = choose_config(batch, sizes.kv_heads, sizes.head_dim, length, 2, device.num_cores)
-        splits = {rule.splits}
-        if rule.splits > 1:
-            splits |= {max(1, rule.splits // 2), 2 * rule.splits}
-        configs = {rule} | {
-            DecodeConfig(*tiling, split)
-            for tiling in without_spills(block_size)
-            for split in splits
+    itemsize = jnp.dtype(kind.dtype).itemsize
+    options = check_options(kind.head_dim**-0.5, None, None, None, sizes.kv_heads * kind.group)
+    for batch, length in sizes.decode if kind == sizes.kind else sizes.decode[:1]:
+        shape = batch, sizes.kv_heads, kind.head_dim, length, itemsize, device.num_cores
+        rule = decode_rules.choose_config(*shape)
+        key = {
+            "rows": tuning.bucket(batch * sizes.kv_heads),
+            "tokens": tuning.bucket(length),
         }
-        for config in sorted(configs, key=lambda each: (each != rule, str(each))):
-            record = {
-                "tuned": point(batch, length),
-                "device_kind": device.name,
-                "rule": config == rule,
-                "entry": {
-                    "dtype": "bfloat16",
-                    "head_dim": sizes.head_dim,
-                    "group": sizes.q_heads // sizes.kv_heads,
-                    "block_size": block_size,
-                    "rows": tuning.bucket(batch * sizes.kv_heads),
-                    "tokens": tuning.bucket(length),
-                    "config": vars(config),
-                },
-            }
-            yield _timing(sizes, block_size, batch, length, config, record)
+        for config in _others(rule, decode_configs(rule, kind.head_dim), quick):
+
+            def attend(
+                q: Any, k: Any, v: Any, tables: Any, lengths: Any, scales: Any, config: Any = config
+            ) -> jax.Array:
+                return decode_mosaic.decode(
+                    q,
+                    k,
+                    v,
+                    tables,
+                    lengths,
+                    None,
+                    scales,
+                    options=options,
+                    config=config,
+                    return_lse=False,
+                    interpret=_interpret(device),
+                )[0]
+
+            rows = [length] * batch
+            name = point(batch, length)
+            timing = decode_timing(sizes, None, block_size, name, rows, kind, attend)
+            yield _tuned(timing, sizes, kind, device, key, config, vars(config), rule)
 
 
-def _timing(
-    sizes: Sizes, block_size: int, batch: int, length: int, config: DecodeConfig, record: Record
-) -> Timing:
-    from radixkv.kernels.paged_decode import mosaic as paged_decode_mosaic
-
-    from .ours import make_pools, make_tables, normal
-
-    options = check_options(sizes.head_dim**-0.5, None, None, None, sizes.q_heads)
-
-    def make() -> Any:
-        q = normal(3, (batch, sizes.q_heads, sizes.head_dim))
-        tables = make_tables(sizes, block_size, [length] * batch, sizes.calls)
-        shared = (q, *make_pools(sizes, block_size), jnp.full(batch, length, jnp.int32))
-        return shared, [(table,) for table in tables]
-
-    def attend(q: Any, k: Any, v: Any, lengths: Any, table: Any) -> jax.Array:
-        out, _ = paged_decode_mosaic.decode(
-            q,
-            k,
-            v,
-            table,
-            lengths,
-            None,
-            None,
-            options=options,
-            config=config,
-            return_lse=False,
+def _extend(sizes: Sizes, block_size: int, kind: Kind, quick: bool) -> Iterator[Timing]:
+    device = target_device()
+    names = sizes.tuned_extend if kind == sizes.kind else sizes.tuned_extend[:1]
+    itemsize = jnp.dtype(kind.dtype).itemsize
+    options = check_options(kind.head_dim**-0.5, None, None, None, sizes.kv_heads * kind.group)
+    rule = extend_rules.choose_config(kind.head_dim, device.num_cores)
+    for name in names:
+        rows = sizes.extend[name]
+        tokens = sum(-(-row.new // 8) * 8 for row in rows)
+        table = max(row.new + row.cached for row in rows)
+        single = decode_rules.choose_config(
+            len(rows), sizes.kv_heads, kind.head_dim, table, itemsize, device.num_cores
         )
-        return out
+        for config in _others(rule, extend_configs(rule, kind.head_dim), quick):
 
-    return Timing(record, attend, make)
+            def attend(*arrays: Any, config: Any = config, single: Any = single) -> jax.Array:
+                *given, scales = arrays
+                return extend_mosaic.extend(
+                    *given,
+                    None,
+                    scales,
+                    options=options,
+                    return_lse=False,
+                    config=config,
+                    decode_config=single,
+                    interpret=_interpret(device),
+                )[0]
+
+            timing = extend_timing(sizes, None, block_size, name, rows, kind, attend)
+            key = {"tokens": tuning.bucket(tokens)}
+            fields = {field: value for field, value in vars(config).items() if field != "programs"}
+            yield _tuned(timing, sizes, kind, device, key, config, fields, rule)
+
+
+def _tuned(
+    timing: Timing,
+    sizes: Sizes,
+    kind: Kind,
+    device: TargetDevice,
+    key: Record,
+    config: Any,
+    fields: Record,
+    rule: Any,
+) -> Timing:
+    """The timing, with the entry that a table would get."""
+    about = timing.record
+    kernel = f"paged_{about['operation']}"
+    heads = {
+        "dtype": kind.dtype,
+        "head_dim": kind.head_dim,
+        "group": kind.group,
+        "block_size": about["block_size"],
+    }
+    record = {
+        "tuned": f"{kernel}: {about['point']}, {tuple(heads.values())}",
+        "kernel": kernel,
+        "device_kind": device.name,
+        "rule": config == rule,
+        "entry": heads | key | {"config": fields},
+    }
+    return replace(timing, record=record, may_fail=config != rule)
 
 
 def tables_of(records: list[Record], measured: Record) -> dict[str, str]:
     """File name and text of each device's table of configurations faster than the rule."""
-    by_shape: dict[tuple[Any, ...], list[Record]] = {}
-    kinds: dict[str, list[Record]] = {}
+    by_problem: dict[tuple[str, str], list[Record]] = {}
+    tables: dict[str, dict[str, list[Record]]] = {}
     for record in records:
         if "tuned" in record:
-            entry = record["entry"]
-            key = (record["device_kind"], entry["block_size"], entry["rows"], entry["tokens"])
-            by_shape.setdefault(key, []).append(record)
-            kinds.setdefault(record["device_kind"], [])
-    for (kind, *_), timed in by_shape.items():
+            by_problem.setdefault((record["device_kind"], record["tuned"]), []).append(record)
+            table = tables.setdefault(record["device_kind"], {})
+            table.setdefault(record["kernel"], [])
+    for (device, _), timed in by_problem.items():
         best = min(timed, key=lambda record: record["seconds"])
         rules = [record["seconds"] for record in timed if record["rule"]]
         if rules and best["seconds"] <= MAX_RATIO * rules[0]:
-            kinds[kind].append(best["entry"])
+            tables[device][best["kernel"]].append(best["entry"])
     return {
-        tuning.file_name(kind): json.dumps(
-            {"device_kind": kind, "measured": measured, "paged_decode": entries}, indent=1
+        tuning.file_name(device): json.dumps(
+            {"device_kind": device, "measured": measured, **kernels}, indent=1
         )
         + "\n"
-        for kind, entries in kinds.items()
+        for device, kernels in tables.items()
     }

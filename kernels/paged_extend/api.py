@@ -1,5 +1,6 @@
 """`paged_extend`: paged attention for ragged rows of query tokens."""
 
+from dataclasses import replace
 from typing import Literal, overload
 
 from jaxtyping import Array, Float, Int32
@@ -13,8 +14,9 @@ from ..argument_checks import (
 )
 from ..backends import Backend, choose_backend, target_device
 from ..online_softmax import check_options
-from ..paged_decode.api import config_for
-from .config import choose_config, unsupported
+from ..paged_decode.api import config_for as decode_config_for
+from ..tuning import bucket, tuned
+from .config import ExtendConfig, choose_config, unsupported
 from .xla import extend as extend_xla
 
 
@@ -143,8 +145,8 @@ def paged_extend(
 
         out: Array
         lse: Array | None
-        config = choose_config(q.shape[2], target_device().num_cores)
-        decode_config = config_for(q.shape[1], k_blocks, block_tables)
+        config = config_for(q, k_blocks)
+        decode_config = decode_config_for(q.shape[1], k_blocks, block_tables)
         out, lse = extend_mosaic(
             *arrays,
             scales,
@@ -159,3 +161,20 @@ def paged_extend(
         assert lse is not None
         return out, lse
     return out
+
+
+def config_for(q: Array, k_blocks: Array) -> ExtendConfig:
+    """Return the launch configuration for the device being traced for: tuned, or by the rule."""
+    _, kv_heads, block_size, head_dim = k_blocks.shape
+    device = target_device()
+    rule = choose_config(head_dim, device.num_cores)
+    found = tuned(
+        "paged_extend",
+        device.name,
+        dtype=k_blocks.dtype.name,
+        head_dim=head_dim,
+        group=q.shape[1] // kv_heads,
+        block_size=block_size,
+        tokens=bucket(q.shape[0]),
+    )
+    return rule if found is None else replace(rule, **found)

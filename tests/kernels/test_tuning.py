@@ -8,6 +8,9 @@ import pytest
 from radixkv.kernels import paged_decode, tuning
 from radixkv.kernels.paged_decode.api import config_for
 from radixkv.kernels.paged_decode.config import DecodeConfig, choose_config
+from radixkv.kernels.paged_extend.api import config_for as extend_config_for
+from radixkv.kernels.paged_extend.config import ExtendConfig
+from radixkv.kernels.paged_extend.config import choose_config as extend_rule
 
 from .lowering import H100, lowered_for_h100, on_h100, shaped
 
@@ -19,10 +22,17 @@ ENTRY = SHAPE | {
 }
 
 
+EXTEND = SHAPE | {"tokens": 128, "config": {"block_kv": 64, "stages": 3, "ping_pong": False}}
+
+
 @pytest.fixture
 def one_entry(tmp_path, monkeypatch):
-    """A table for an H100 with one entry."""
-    about = {"device_kind": H100.device_kind, "paged_decode": [ENTRY]}
+    """A table for an H100 with one entry for each kernel."""
+    about = {
+        "device_kind": H100.device_kind,
+        "paged_decode": [ENTRY],
+        "paged_extend": [EXTEND],
+    }
     (tmp_path / "nvidia_h100_80gb_hbm3.json").write_text(json.dumps(about))
     monkeypatch.setattr(tuning, "_folder", lambda: tmp_path)
     tuning._table.cache_clear()
@@ -42,6 +52,12 @@ def config(*args):
         return config_for(q.shape[1], pool, tables)
 
 
+def extend_config(tokens, q_heads=32, head_dim=128, block_size=16, dtype="bfloat16"):
+    q = shaped((tokens, q_heads, head_dim), "bfloat16")
+    with on_h100():
+        return extend_config_for(q, shaped((1025, 8, block_size, head_dim), dtype))
+
+
 @pytest.mark.usefixtures("one_entry")
 class TestWithATable:
     # 64 rows of 8 KV heads, 256 blocks of 16 tokens; and sizes in the same buckets.
@@ -57,8 +73,30 @@ class TestWithATable:
         text = lowered_for_h100(partial(paged_decode, sm_scale=0.1), *arguments())
         assert "64x8x2x4x128xf32" in text  # two splits: parts that are merged
 
+    @pytest.mark.parametrize("tokens", [65, 128])
+    def test_extend_of_a_measured_shape(self, tokens):
+        config = ExtendConfig(132, **EXTEND["config"])
+        assert extend_config(tokens) == config != extend_rule(128, 132)
+
+    @pytest.mark.parametrize(
+        ("tokens", "q_heads", "head_dim", "block_size", "dtype"),
+        [
+            (64, 32, 128, 16, "bfloat16"),
+            (129, 32, 128, 16, "bfloat16"),
+            (128, 64, 128, 16, "bfloat16"),
+            (128, 32, 64, 16, "bfloat16"),
+            (128, 32, 128, 32, "bfloat16"),
+            (128, 32, 128, 16, "int8"),
+        ],
+    )
+    def test_the_rule_serves_other_shapes_of_extend(
+        self, tokens, q_heads, head_dim, block_size, dtype
+    ):
+        found = extend_config(tokens, q_heads, head_dim, block_size, dtype)
+        assert found == extend_rule(head_dim, 132)
+
     def test_other_kernels_and_devices_have_none(self):
-        assert tuning.tuned("paged_extend", H100.device_kind, **SHAPE) is None
+        assert tuning.tuned("kv_write", H100.device_kind, **SHAPE) is None
         assert tuning.tuned("paged_decode", "NVIDIA H200", **SHAPE) is None
 
 
@@ -67,8 +105,10 @@ def test_every_table_that_is_shipped_can_be_used():
         table = json.loads(path.read_text())
         assert path.name == tuning.file_name(table["device_kind"])
         assert table["measured"]["time"]
-        for entry in table["paged_decode"]:
+        for entry in table.get("paged_decode", []):
             DecodeConfig(**entry["config"])
+        for entry in table.get("paged_extend", []):
+            ExtendConfig(132, **entry["config"])
 
 
 def test_buckets():
