@@ -10,6 +10,7 @@ from .attention_backend import AttentionBackend, attention_backend
 from .backends import compiler_options
 from .block_copy import copy_blocks, gather_blocks, scatter_blocks
 from .kv_write import kv_write
+from .latent_attention import latent_decode, latent_extend
 from .merge_states import merge_attention_states
 from .paged_decode import paged_decode
 from .paged_extend import paged_extend
@@ -24,6 +25,8 @@ __all__ = [
     "copy_blocks",
     "gather_blocks",
     "kv_write",
+    "latent_decode",
+    "latent_extend",
     "merge_attention_states",
     "paged_decode",
     "paged_extend",

@@ -11,6 +11,7 @@ from jax.experimental import checkify
 
 from .block_copy import copy_blocks, gather_blocks, scatter_blocks
 from .kv_write import kv_write
+from .latent_attention import latent_decode, latent_extend
 from .paged_decode import paged_decode
 from .paged_extend import paged_extend
 
@@ -45,8 +46,8 @@ def checked(kernel: Kernel) -> Kernel:
         count                        0 .. n                          clipped to that range
 
     Args:
-        kernel: `paged_decode`, `paged_extend`, `kv_write`, `copy_blocks`, `gather_blocks` or
-            `scatter_blocks`.
+        kernel: `paged_decode`, `paged_extend`, `latent_decode`, `latent_extend`, `kv_write`,
+            `copy_blocks`, `gather_blocks` or `scatter_blocks`.
 
     Raises:
         KeyError: ``kernel`` is another function.
@@ -236,6 +237,8 @@ def _check_scatter(*, blocks: Any, ids: jax.Array, count: jax.Array, **_: Any) -
 _CHECKS: dict[Callable[..., Any], Callable[..., None]] = {
     paged_decode: _check_decode,
     paged_extend: _check_extend,
+    latent_decode: lambda *, latents, **rest: _check_decode(k_blocks=latents, **rest),
+    latent_extend: lambda *, latents, **rest: _check_extend(k_blocks=latents, **rest),
     kv_write: _check_write,
     copy_blocks: _check_copy,
     gather_blocks: _check_gather,

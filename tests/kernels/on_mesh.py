@@ -21,6 +21,8 @@ from radixkv.kernels import (
     copy_blocks,
     gather_blocks,
     kv_write,
+    latent_decode,
+    latent_extend,
     paged_decode,
     paged_extend,
     scatter_blocks,
@@ -29,7 +31,7 @@ from radixkv.kernels import (
 HEADS = P(None, "tp")
 """Of queries, new keys, pools and staging, and of the scales of quantised pools."""
 ALL = P()
-"""Of block tables, lengths, slots and ids, which all devices have."""
+"""Of latents, block tables, lengths, slots and ids, which all devices have."""
 
 B, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 3, 8, 4, 64, 8
 LENGTHS, NEW = (1, 9, 30), (1, 5, 20)
@@ -65,6 +67,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], list[Any], list[P], Any]]:
         rows = total, new, starts
         return paged_extend(q, k, v, table, *rows, sm_scale=0.1, return_lse=True, **given)
 
+    latents = {"sm_scale": 0.1, "value_dim": 48, "return_lse": True}
     one = [table, int32(*LENGTHS)]
     many = [*one, int32(*NEW), int32(0, 1, 6)]
     options, of_options = [sinks, scales], [P("tp"), HEADS]
@@ -81,6 +84,18 @@ def cases() -> dict[str, tuple[Callable[..., Any], list[Any], list[P], Any]]:
             extend,
             [ragged, *quantised, *many, *options],
             [HEADS] * 3 + [ALL] * 4 + of_options,
+            (HEADS, HEADS),
+        ),
+        "latent decode": (
+            lambda *args: latent_decode(*args, **latents),
+            [q, k[:, :1], *one],
+            [HEADS] + [ALL] * 3,
+            (HEADS, HEADS),
+        ),
+        "latent extend": (
+            lambda *args: latent_extend(*args, **latents),
+            [ragged, k[:, :1], *many],
+            [HEADS] + [ALL] * 5,
             (HEADS, HEADS),
         ),
         "decode, rows too": (

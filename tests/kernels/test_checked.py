@@ -14,6 +14,8 @@ from radixkv.kernels import (
     copy_blocks,
     gather_blocks,
     kv_write,
+    latent_decode,
+    latent_extend,
     paged_decode,
     paged_extend,
     scatter_blocks,
@@ -40,6 +42,18 @@ def extend(tables, kv, q_lengths, starts, **options):
     return run(
         paged_extend, jnp.ones((8, 2, 8)), POOL, POOL, tables, *rows, sm_scale=1.0, **options
     )
+
+
+def latent(tables, lengths):
+    """Two rows of one query, of tables of two blocks of latents."""
+    arguments = jnp.ones((2, 2, 8)), POOL[:, :1], int32(tables), int32(lengths)
+    return run(latent_decode, *arguments, sm_scale=1.0, value_dim=6)
+
+
+def latent_rows(tables, kv, q_lengths, starts):
+    """Two rows in eight tokens, of tables of two blocks of latents."""
+    rows = map(int32, (tables, kv, q_lengths, starts))
+    return run(latent_extend, jnp.ones((8, 2, 8)), POOL[:, :1], *rows, sm_scale=1.0, value_dim=6)
 
 
 def write(slots, **scales):
@@ -80,6 +94,8 @@ FINE = {
     "lengths within the table": lambda: decode([[1, 2], [8, 0]], [8, 0]),
     "anything in entries that are not used": lambda: decode([[1, -7], [99, 99]], [4, 0]),
     "anything before the window": lambda: decode([[99, 2]] * 2, [8, 0], window=4),
+    "latents of lengths within the table": lambda: latent([[1, -7], [8, 0]], [4, 8]),
+    "rows of latents": lambda: latent_rows([[1, 2], [8, 9]], [8, 1], [2, 1], [1, 0]),
     "rows in any order": lambda: extend([[1, 2]] * 3, [5, 8, 1], [3, 4, 1], [5, 0, 4]),
     "inactive rows anywhere": lambda: extend([[1, 2], [99, 99]], [5, 7], [3, 0], [0, -9]),
     "anything before the windows": lambda: extend([[99, 2]], [8], [2], [0], window=3),
@@ -109,6 +125,9 @@ REFUSED = (
     (lambda: extend([[1, 2]], [4], [4], [5]), "row 0 must lie within the 8 tokens of q, got 5 .. 9"),  # noqa: E501
     (lambda: extend([[1, 2]] * 2, [4, 4], [2, 3], [4, 2]), "rows must be disjoint in q, but row 1 ends after row 0 starts"),  # noqa: E501
     (lambda: extend([[1, 99]], [5], [1], [0]), "block_tables[0, 1] must be in 0 .. 8, got 99"),
+    (lambda: latent([[1, 2]] * 2, [8, 9]), "lengths[1] must be at most 8, the capacity of its block table, got 9"),  # noqa: E501
+    (lambda: latent([[1, 2], [3, 9]], [8, 5]), "block_tables[1, 1] must be in 0 .. 8, got 9"),
+    (lambda: latent_rows([[1, 2]] * 2, [8, 2], [1, 3], [1, 2]), "q_lengths[1] must be in 0 .. 2 (its kv_lengths), got 3"),  # noqa: E501
     (lambda: write([3, 36]), "slots[1] must be -1 or in 0 .. 35, got 36"),
     (lambda: write([3, -2]), "slots[1] must be -1 or in 0 .. 35, got -2"),
     (lambda: write([7, 3, 7]), "slots must be distinct, but 7 occurs twice"),

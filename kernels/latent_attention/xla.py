@@ -1,0 +1,45 @@
+"""The jnp backend of latent attention: paged attention whose pool of values is that of keys.
+
+The product with the weights also has the columns past `value_dim`, an eighth more for DeepSeek's
+latents; a narrower copy of the pool would cost more.
+"""
+
+from functools import partial
+
+import jax
+from jaxtyping import Array, Float, Int32
+
+from ..online_softmax import AttentionOptions
+from ..paged_decode.xla import decode as paged_decode
+from ..paged_extend.xla import extend as paged_extend
+
+
+@partial(jax.jit, static_argnames=("options", "value_dim"))
+def decode(
+    q: Float[Array, "batch q_heads latent_dim"],
+    latents: Float[Array, "blocks 1 block_size latent_dim"],
+    block_tables: Int32[Array, "batch width"],
+    lengths: Int32[Array, " batch"],
+    options: AttentionOptions,
+    value_dim: int,
+) -> tuple[Float[Array, "batch q_heads value_dim"], Float[Array, "batch q_heads"]]:
+    """`latent_decode` without its checks."""
+    out, lse = paged_decode(q, latents, latents, block_tables, lengths, None, options)
+    return out[..., :value_dim], lse
+
+
+@partial(jax.jit, static_argnames=("options", "value_dim"))
+def extend(
+    q: Float[Array, "tokens q_heads latent_dim"],
+    latents: Float[Array, "blocks 1 block_size latent_dim"],
+    block_tables: Int32[Array, "batch width"],
+    kv_lengths: Int32[Array, " batch"],
+    q_lengths: Int32[Array, " batch"],
+    q_starts: Int32[Array, " batch"],
+    options: AttentionOptions,
+    value_dim: int,
+) -> tuple[Float[Array, "tokens q_heads value_dim"], Float[Array, "tokens q_heads"]]:
+    """`latent_extend` without its checks."""
+    rows = block_tables, kv_lengths, q_lengths, q_starts
+    out, lse = paged_extend(q, latents, latents, *rows, None, options)
+    return out[..., :value_dim], lse
