@@ -7,6 +7,18 @@ the version of JAX is in this module.
 Interpret mode runs a kernel on a CPU, thread by thread, and can detect races. It does not support
 WGMMA with operands in registers, and JAX 0.10 supports no WGMMA there, so `dot` and `dot_add`
 compute the product with jnp in interpret mode.
+
+Workarounds, and their issues in jax-ml/jax as of 2026-11-23:
+
+- absl must be installed for JAX 0.10: #27715.
+- Shared memory that threads write has a multiple of 128 elements (`block_copy`): #32123.
+- References instead of aliased inputs and outputs, for updates in place (`run`): #37972.
+- No references to arrays that vary over a mesh (`run`): no upstream issue found; #36000 is about
+  references under `jax.shard_map`, #36180 lifts the check inside of kernels.
+- Interpret mode without WGMMA, register layouts and barriers of `scratch_types`: no upstream issue
+  found.
+- Layout inference that does not terminate (`paged_decode`, head_dim 256): no upstream issue found;
+  #39966 and #39997 are shapes for which it fails.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,6 +46,18 @@ IS_010 = jax.__version_info__ < (0, 11, 0)
 
 Interpret = Any
 """`InterpretGPUParams` to simulate a kernel on a CPU, None to compile it for a GPU. Static."""
+
+
+def when(condition: Any) -> Callable[[Callable[[], None]], None]:
+    """`pl.when`, with the types of a decorator: calls the function below it if the condition holds.
+
+    ::
+
+        @when(step + 1 < num_steps)
+        def load_next() -> None: ...
+    """
+    call: Callable[[Callable[[], None]], None] = pl.when(condition)
+    return call
 
 
 def tiles(dtype: Any) -> tuple[Any, ...]:
@@ -123,9 +147,7 @@ def dot_add(
 ) -> jax.Array:
     """`total + a @ b`: a value in registers times a shared matrix, float32, by WGMMA.
 
-    `overlapped` is called while the tensor cores compute the product. In interpret mode, threads
-    read `b` instead of the tensor cores, so the caller needs a `commit_smem` before a copy
-    overwrites `b`.
+    `overlapped` is called while the tensor cores compute the product. See `release` for `b`.
     """
     if interpret is not None:
         added: jax.Array = total + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
@@ -138,6 +160,17 @@ def dot_add(
 
     added = pl.run_state(multiply)(plgpu.ACC.init(total))
     return added
+
+
+def release(barrier: Any, interpret: Interpret) -> None:
+    """Hand shared memory that `dot` or `dot_add` has read back to the producer.
+
+    In interpret mode, threads have read it instead of the tensor cores: they need a fence before a
+    copy overwrites it.
+    """
+    if interpret is not None:
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
 
 
 def run(

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..mosaic_compat import Interpret, pl, plgpu, run
+from ..mosaic_compat import Interpret, pl, plgpu, run, when
 from .config import (
     CHUNK_BYTES,
     LANES,
@@ -204,25 +204,35 @@ def _move(
         entry, chunk = entry_and_chunk(step)
         active, block = transfer.active(entry), transfer.source_of(entry)
         for index, source in enumerate(transfer.sources):
-            copy = partial(
-                plgpu.copy_gmem_to_smem, source.at[block, chunk], ring.at[stage], full.at[stage]
-            )
-            pl.when(active & (pool_index == index))(copy)
 
-    def store(step: jax.Array, content: Any, when: jax.Array) -> None:
+            @when(active & (pool_index == index))
+            def load_chunk(source: Any = source) -> None:
+                chunk_ref = source.at[block, chunk]
+                plgpu.copy_gmem_to_smem(chunk_ref, ring.at[stage], full.at[stage])
+
+    def store(step: jax.Array, content: Any, active: jax.Array) -> None:
         entry, chunk = entry_and_chunk(step)
         block = transfer.destination_of(entry)
         for index, destination in enumerate(transfer.destinations):
-            copy = partial(plgpu.copy_smem_to_gmem, content, destination.at[block, chunk])
-            pl.when(when & (pool_index == index))(copy)
+
+            @when(active & (pool_index == index))
+            def store_chunk(destination: Any = destination) -> None:
+                plgpu.copy_smem_to_gmem(content, destination.at[block, chunk])
 
     def advance(step: jax.Array, _: None) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # frees the previous stage
-        pl.when(step + (STAGES - 1) < num_steps)(lambda: load(step + (STAGES - 1)))
+
+        @when(step + (STAGES - 1) < num_steps)
+        def load_ahead() -> None:
+            load(step + (STAGES - 1))
+
         stage = lax.rem(step, jnp.int32(STAGES))
         active = transfer.active(entry_and_chunk(step)[0])
 
-        pl.when(active)(lambda: plgpu.barrier_wait(full.at[stage]))
+        @when(active)
+        def wait_for_chunk() -> None:
+            plgpu.barrier_wait(full.at[stage])
+
         store(step, ring.at[stage], active)
         if zeros is not None:
             store(step, zeros, jnp.logical_not(active))
@@ -253,7 +263,8 @@ def _launch(
     pools: Sequence[Any] = outputs or updated
     chunk = pools[0].shape[2:]
     ring = plgpu.SMEM((STAGES, *chunk), pools[0].dtype)
-    # Threads write it, so its rows are rounded up to a number that they share evenly.
+    # Threads write it, so its rows are rounded up to a number that they share evenly
+    # (jax-ml/jax#32123).
     zeros = plgpu.SMEM((-(-chunk[0] // 8) * 8, LANES), pools[0].dtype)
     return run(
         body,

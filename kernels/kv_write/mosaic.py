@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..mosaic_compat import Interpret, pl, plgpu, run
+from ..mosaic_compat import Interpret, pl, plgpu, run, when
 from .config import MAX_GROUP, PROGRAMS_PER_CORE, STAGE_BYTES, STAGES
 
 
@@ -68,15 +68,18 @@ def write(
             slot = slots[first_token(step) + token]
             block, offset = lax.div(slot, jnp.int32(block_size)), lax.rem(slot, block_size)
 
-            def copy() -> None:
+            @when((slot >= 0) & (slot < num_blocks * block_size))
+            def store_token() -> None:
                 for ring, blocks in ((k_ring, k_blocks), (v_ring, v_blocks)):
                     plgpu.copy_smem_to_gmem(ring.at[stage, token], blocks.at[block, :, offset])
 
-            pl.when((slot >= 0) & (slot < num_blocks * block_size))(copy)
-
         def advance(step: jax.Array, _: None) -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # frees the previous stage
-            pl.when(step + (STAGES - 1) < num_steps)(lambda: load(step + (STAGES - 1)))
+
+            @when(step + (STAGES - 1) < num_steps)
+            def load_ahead() -> None:
+                load(step + (STAGES - 1))
+
             stage = lax.rem(step, jnp.int32(STAGES))
             plgpu.barrier_wait(full.at[stage])
             for token in range(group):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..mosaic_compat import dot, dot_add, iota, layout_cast, load, pl, plgpu
+from ..mosaic_compat import dot, dot_add, iota, layout_cast, load, pl, plgpu, release, when
 from ..online_softmax import optimization_barrier
 from .config import ALIGNMENT, ROWS, WARPGROUPS
 from .kernel_params import MATRIX, KernelParams, KernelRefs, WorkTile
@@ -45,7 +45,10 @@ class Consumer(NamedTuple):
         if params.interpret is None:
             plgpu.set_max_registers(params.registers[0], action="increase")
         waves = params.num_waves(refs)
-        pl.when(waves > 0)(lambda: self.load_q(jnp.int32(0)))
+
+        @when(waves > 0)
+        def load_first_q() -> None:
+            self.load_q(jnp.int32(0))
 
         def tile(wave: Array, before: Array) -> Array:
             item = params.work_tile(refs, wave).item
@@ -54,7 +57,11 @@ class Consumer(NamedTuple):
             pl.when(warpgroup == 1)(self.ping_pong)
             state = self.attend(item, before)
             pl.when(warpgroup == 0)(self.ping_pong)
-            pl.when(wave + 1 < waves)(lambda: self.load_q(wave + 1))
+
+            @when(wave + 1 < waves)
+            def load_next_q() -> None:
+                self.load_q(wave + 1)
+
             work = params.work_tile(refs, wave)  # loaded again, to save registers
             self.store(work, state)
             return before + work.item.step_end - work.item.step_begin
@@ -67,18 +74,18 @@ class Consumer(NamedTuple):
         params, refs, warpgroup = self
         _, head, item = params.work_tile(refs, wave)
 
-        def load_for(w: int) -> None:
-            copies = params.q_copies(w)
-            for _ in range(params.q_arrivals - len(copies)):
-                plgpu.barrier_arrive(refs.q_full.at[w])
-            for row, g, token, rows in copies:
-                first = pl.multiple_of(item.first_token + token, ALIGNMENT)
-                source = refs.q.at[pl.ds(first, rows), head * params.group + g]
-                target = refs.shared_q.at[w, pl.ds(row, rows)]
-                plgpu.copy_gmem_to_smem(source, target, refs.q_full.at[w])
-
         for w in range(WARPGROUPS):
-            pl.when(warpgroup == w)(partial(load_for, w))
+
+            @when(warpgroup == w)
+            def load_for(w: int = w) -> None:
+                copies = params.q_copies(w)
+                for _ in range(params.q_arrivals - len(copies)):
+                    plgpu.barrier_arrive(refs.q_full.at[w])
+                for row, g, token, rows in copies:
+                    first = pl.multiple_of(item.first_token + token, ALIGNMENT)
+                    source = refs.q.at[pl.ds(first, rows), head * params.group + g]
+                    target = refs.shared_q.at[w, pl.ds(row, rows)]
+                    plgpu.copy_gmem_to_smem(source, target, refs.q_full.at[w])
 
     def ping_pong(self) -> None:
         """Hand the tensor cores to the other warpgroup, or wait until it hands them over."""
@@ -99,10 +106,10 @@ class Consumer(NamedTuple):
             layout_cast(rows, ROW_VECTOR, params.interpret),
         )
 
+        @when(item.step_begin < item.step_end)
         def wait_for_k() -> None:
             plgpu.barrier_wait(refs.k_full.at[params.stage(before)])
 
-        pl.when(item.step_begin < item.step_end)(wait_for_k)
         masked, full = partial(step, True), partial(step, False)
         if params.options.window is not None:
             state = lax.fori_loop(item.step_begin, item.full_begin, masked, state)
@@ -129,9 +136,7 @@ class Consumer(NamedTuple):
             q_index += jnp.minimum(offset + i, 0)
         q, k = refs.shared_q.at[q_index], refs.shared_k.at[stage]
         logits = dot(q, k, size, interpret, self.ping_pong)
-        if interpret is not None:
-            plgpu.commit_smem()  # see `dot_add`
-        plgpu.barrier_arrive(refs.k_empty.at[stage])
+        release(refs.k_empty.at[stage], interpret)
         scale = options.sm_scale * LOG2_E
         if options.soft_cap is not None:
             # One instruction with a relative error of 2**-11, below that of 16-bit weights.
@@ -166,12 +171,13 @@ class Consumer(NamedTuple):
 
         def wait_for_next_k() -> None:
             next_k = refs.k_full.at[params.stage(offset + i + 1)]
-            pl.when(i + 1 < item.step_end)(lambda: plgpu.barrier_wait(next_k))
+
+            @when(i + 1 < item.step_end)
+            def wait() -> None:
+                plgpu.barrier_wait(next_k)
 
         weighted = dot_add(weighted, narrow, refs.shared_v.at[stage], interpret, wait_for_next_k)
-        if interpret is not None:
-            plgpu.commit_smem()
-        plgpu.barrier_arrive(refs.v_empty.at[stage])
+        release(refs.v_empty.at[stage], interpret)
         return SoftmaxState(weighted, new_peak, total)
 
     def mask(self, logits: Array, item: WorkItem, i: Array) -> Array:
@@ -233,13 +239,13 @@ class Consumer(NamedTuple):
         end = jnp.minimum(start + item.valid_end, ROWS)
         length = jnp.maximum(end - begin, 0)
 
-        def copy(size: int) -> None:
-            row = begin + (length & ~(2 * size - 1))
-            tokens = pl.ds(item.first_token + row - start, size)
-            columns = pl.ds(column, params.out_columns)
-            target = refs.out.at[tokens, head * params.group + g, columns]
-            plgpu.copy_smem_to_gmem(refs.shared_out.at[warpgroup, pl.ds(row, size)], target)
-
         most = min(params.tile_tokens, ROWS)
         for n in reversed(range(most.bit_length())):
-            pl.when(length & (1 << n) != 0)(partial(copy, 1 << n))
+
+            @when(length & (1 << n) != 0)
+            def copy(size: int = 1 << n) -> None:
+                row = begin + (length & ~(2 * size - 1))
+                tokens = pl.ds(item.first_token + row - start, size)
+                columns = pl.ds(column, params.out_columns)
+                target = refs.out.at[tokens, head * params.group + g, columns]
+                plgpu.copy_smem_to_gmem(refs.shared_out.at[warpgroup, pl.ds(row, size)], target)

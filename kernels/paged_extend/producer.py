@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..mosaic_compat import iota, layout_cast, load, pl, plgpu
+from ..mosaic_compat import iota, layout_cast, load, pl, plgpu, when
 from .config import COLUMNS, ROWS
 from .kernel_params import MATRIX, KernelParams, KernelRefs
 from .work_list import WorkItem
@@ -33,8 +33,11 @@ class Producer(NamedTuple):
             step = partial(self.copy_step, head, item, before - item.step_begin)
             if params.quantised:
                 for is_k in (True, False):
-                    first = partial(self.load_quantised, is_k, head, item, item.step_begin)
-                    pl.when(item.step_begin < item.step_end)(first)
+
+                    @when(item.step_begin < item.step_end)
+                    def load_first(is_k: bool = is_k) -> None:
+                        self.load_quantised(is_k, head, item, item.step_begin)
+
                 step = partial(self.dequantise_step, head, item, before - item.step_begin)
             pl.loop(item.step_begin, item.step_end)(step)
             return before + item.step_end - item.step_begin
@@ -54,21 +57,28 @@ class Producer(NamedTuple):
         stage = params.stage(offset + i)
         sources = self.sources(head, item, i)
         reused = offset + i >= stages
-        pl.when(reused)(lambda: plgpu.barrier_wait(refs.k_empty.at[stage]))
+
+        @when(reused)
+        def wait_for_k_stage() -> None:
+            plgpu.barrier_wait(refs.k_empty.at[stage])
+
         self.copy(refs.shared_k.at[stage], refs.k, sources, refs.k_full.at[stage])
-        pl.when(reused)(lambda: plgpu.barrier_wait(refs.v_empty.at[stage]))
+
+        @when(reused)
+        def wait_for_v_stage() -> None:
+            plgpu.barrier_wait(refs.v_empty.at[stage])
+
         unwritten = (i * block_kv < item.kv_begin) | ((i + 1) * block_kv > item.kv_end)
         full = refs.v_full.at[jnp.where(unwritten, stages, stage)]
         self.copy(refs.shared_v.at[stage], refs.v, sources, full)
 
+        @when(unwritten)
         def zero_and_release() -> None:
             plgpu.barrier_wait(refs.v_full.at[stages])
             self.zero_unwritten(refs.shared_v.at[stage], item, i * block_kv)
             plgpu.commit_smem()  # of zeros
             for _ in range(params.copies_per_stage):
                 plgpu.barrier_arrive(refs.v_full.at[stage])
-
-        pl.when(unwritten)(zero_and_release)
 
     def sources(self, head: Array, item: WorkItem, i: Array) -> list[tuple[Any, ...]]:
         """Index into the pools of each copy of step `i` of a tile."""
@@ -109,14 +119,21 @@ class Producer(NamedTuple):
             (True, refs.k_empty, refs.shared_k, refs.k_full),
             (False, refs.v_empty, refs.shared_v, refs.v_full),
         ):
-            pl.when(reused)(partial(plgpu.barrier_wait, empty.at[stage]))
+
+            @when(reused)
+            def wait_for_stage(empty: Any = empty) -> None:
+                plgpu.barrier_wait(empty.at[stage])
+
             plgpu.barrier_wait(refs.quantised_full.at[0 if is_k else 1])
             self.dequantise(is_k, target.at[stage], head, item, i)
             # Publishes the dequantised tile; all threads have read the quantised one.
             plgpu.commit_smem()
             plgpu.barrier_arrive(full.at[stage])
-            following = partial(self.load_quantised, is_k, head, item, i + 1)
-            pl.when(i + 1 < item.step_end)(following)
+            following = i + 1
+
+            @when(following < item.step_end)
+            def load_next(is_k: bool = is_k, following: Array = following) -> None:
+                self.load_quantised(is_k, head, item, following)
 
     def dequantise(self, is_k: bool, target: Any, head: Array, item: WorkItem, i: Array) -> None:
         """Multiply a tile by the scales of its blocks; values that no row has written become 0."""

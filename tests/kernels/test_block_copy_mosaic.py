@@ -108,7 +108,7 @@ class TestInterpreted:
 BUGS = {
     "a load is not waited for": (
         "copy",
-        "pl.when(active)(lambda: plgpu.barrier_wait(full.at[stage]))",
+        "plgpu.barrier_wait(full.at[stage])",
     ),
     "a slot is loaded before it is stored": (
         "scatter",

@@ -147,9 +147,7 @@ def test_no_race(soft_cap):
 BUGS = {
     "V is not waited for": "plgpu.barrier_wait(refs.v_full.at[stage])",
     "Q is not waited for": "plgpu.barrier_wait(refs.q_full.at[warpgroup])",
-    "K is loaded over a tile that is read": (
-        "pl.when(reused)(lambda: plgpu.barrier_wait(refs.k_empty.at[stage]))"
-    ),
+    "K is loaded over a tile that is read": "plgpu.barrier_wait(refs.k_empty.at[stage])",
     "zeroed rows of V are not waited for": "plgpu.barrier_wait(refs.v_full.at[stages])",
     "the output is not fenced": "plgpu.commit_smem()  # of output",
     "the output overwrites an unread part": "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
