@@ -16,6 +16,9 @@ is never pulled is never freed. Anybody who guesses a 64-bit number may read an 
 - A connection takes five file descriptors, and the process aborts when there are none. So a pull
   waits for a connection, of which a peer has a few, and for descriptors. A server for a peer that
   nothing is read from is closed when there are many, or few descriptors.
+- A server that is deleted while it serves may end the process. So does JAX's client, which Python
+  deletes when the process ends, even long after a peer has broken a pull. So the client is never
+  deleted, nor is a server with open offers or running pulls (`_keep_for_ever`).
 - The server listens at one address, loopback by default.
 - Descriptors are compared before a pull, and digests after it (`base.check_pull`, `TransferTable`).
 
@@ -26,6 +29,7 @@ Source: measured on jax 0.10.2, 0.11.2 and 0.12.0; neither timeouts nor errors a
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import os
 import resource
@@ -106,14 +110,15 @@ class JaxEngine(TransferEngine):
             )
         self._host = f"[{host}]" if ":" in host else host
         self._device = jax.local_devices()[0]
+        _keep_for_ever(self._device.client)
         self._server = self._start()
         self.address: str = self._server.address()
         # By the address of their peer, the last used at the end.
         self._readers: dict[str, JaxReader] = {}
         self._quarantine: list[JaxPull] = []
-        # Kept, because deleting a server that has connections ends the process.
-        self._replaced: list[Any] = []
+        self.num_open = 0  # offers of the server that somebody may pull, or is pulling
         _test(self)
+        self.num_open = 0
 
     def _start(self) -> Any:
         try:
@@ -146,6 +151,7 @@ class JaxEngine(TransferEngine):
         number = secrets.randbits(63)
         specs = tuple([ArraySpec(tuple(each.shape), str(each.dtype)) for each in served])
         offer = JaxOffer(self, self.address, number, specs)
+        self.num_open += 1  # first: at worst, the server is kept without need
         self._server.await_pull(number, served)  # last: nothing but a pull takes it back
         return offer
 
@@ -153,15 +159,17 @@ class JaxEngine(TransferEngine):
         """Pull a small array from this node itself, which takes milliseconds."""
         # It must not compile anything: it runs beside steps, which count compilations.
         offer = self.offer([jax.device_put(np.zeros(1, np.int8), self._device)])
+        self.num_open -= 1  # until it is pulled, `close` finds its reader
         return self.begin(offer.address, offer.number, offer.specs)
 
     def replace_server(self) -> None:
         """Start another server in place of the current one, whose offers are lost."""
         self._readers.pop(self.address, None)
         self._forget_offers()
-        self._replaced.append(self._server)
+        _keep_for_ever(self._server)
         self._server = self._start()
         self.address = self._server.address()
+        self.num_open = 0
 
     def _forget_offers(self) -> None:
         reset = getattr(self._server, "_reset_rendevous_table", None)
@@ -253,8 +261,15 @@ class JaxEngine(TransferEngine):
         return sum(pull.num_bytes for pull in self._quarantine)
 
     def close(self) -> None:
-        """See `TransferEngine.close`; dropping the server is the only way to stop it."""
+        """See `TransferEngine.close`; dropping the server is the only way to stop it.
+
+        What still serves or reads is kept until the process ends: the server, and those of peers.
+        """
         self._forget_offers()
+        busy = {each for each in self._readers.values() if each.num_running}
+        busy |= {pull.reader for pull in self._quarantine if not pull.has_ended()}
+        for each in (*busy, self._server) if busy or self.num_open else ():
+            _keep_for_ever(each)
         self._server = None
         self._readers.clear()
 
@@ -289,6 +304,8 @@ class JaxOffer(EngineOffer):
         self._is_waiting = not was_read
         if self._is_waiting:
             self._begin_self_pull()
+        else:
+            self._close()
 
     def _begin_self_pull(self) -> None:
         """Begin to pull the offer, unless it went with its server or there is no room."""
@@ -316,6 +333,8 @@ class JaxOffer(EngineOffer):
         if self._is_waiting:
             return False
         if self._self_pull is not None and _end_if_arrived(self._self_pull):
+            if not self._self_pull.arrays:  # it has not failed
+                self._close()
             self._self_pull = None
         if self._probe is not None and _end_if_arrived(self._probe):
             self._probe = None
@@ -328,6 +347,11 @@ class JaxOffer(EngineOffer):
         if serves_nobody and self.address == self._engine.address:
             self._engine.replace_server()
         return True
+
+    def _close(self) -> None:
+        """Count the offer as open no more: it was pulled, here or by D."""
+        if self.address == self._engine.address:
+            self._engine.num_open -= 1
 
     def _abandon(self) -> None:
         """Abandon the node's own pulls that have not ended."""
@@ -493,6 +517,11 @@ def _end_if_arrived(pull: JaxPull) -> bool:
     except PullError:
         pull.abandon()
     return True
+
+
+def _keep_for_ever(each: object) -> None:
+    """Never delete an object, not even when the process ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def num_free_descriptors() -> int:

@@ -241,6 +241,60 @@ def test_a_withdrawal_waits_for_connections(monkeypatch: pytest.MonkeyPatch) -> 
     engine.close()
 
 
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What is never deleted, in order."""
+    kept: list[object] = []
+    monkeypatch.setattr(jax_engine, "_keep_for_ever", kept.append)
+    return kept
+
+
+def test_closed_servers_are_kept_while_they_may_be_pulled_from(kept: list[object]) -> None:
+    engine = JaxEngine()
+    client, server = engine._device.client, engine._server
+    engine.offer([jnp.zeros(4)]).withdraw(was_read=True)
+    withdrawn, offered = engine.offer([jnp.zeros(4)]), engine.offer([jnp.zeros(4)])
+    withdrawn.withdraw(was_read=False)
+    while not withdrawn.is_withdrawn():
+        time.sleep(1e-3)
+    assert (engine.num_open, kept) == (1, [client])
+    engine.close()
+    assert kept == [client, server]
+    other = JaxEngine()
+    offered = other.offer([jnp.zeros(4)])
+    offered.withdraw(was_read=False)
+    while not offered.is_withdrawn():
+        time.sleep(1e-3)
+    other.close()  # nothing is served
+    assert kept == [client, server, client]
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_closed_servers_are_kept_while_they_read(kept: list[object], is_broken: bool) -> None:
+    engine = JaxEngine()
+    client, server = engine._device.client, engine._server
+    pull = never(engine)
+    reader = pull.reader
+    if is_broken:
+        pull.has_ended = lambda: False  # type: ignore[method-assign]  # of a peer that stopped
+        pull.abandon()
+    engine.close()
+    assert kept == [client, reader, server]
+    if not is_broken:
+        pull.abandon()
+
+
+def test_a_server_that_is_replaced_is_kept(kept: list[object]) -> None:
+    engine = JaxEngine()
+    client, server = engine._device.client, engine._server
+    offered = engine.offer([jnp.zeros(4)])
+    engine.replace_server()
+    offered.withdraw(was_read=False)
+    assert (engine.num_open, kept) == (0, [client, server])
+    engine.close()
+    assert kept == [client, server]
+
+
 MANY = """
 import os, resource, time
 import numpy as np
