@@ -1,6 +1,6 @@
 """`latent_decode` and `latent_extend`: paged attention of all query heads over one latent head."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax
 from jaxtyping import Array, Float, Int32
@@ -13,7 +13,9 @@ from ..argument_checks import (
     check_pool,
     check_queries,
 )
+from ..backends import Backend, choose_backend, target_device
 from ..online_softmax import AttentionOptions, check_options
+from .config import choose_config, unsupported
 from .xla import decode as decode_xla
 from .xla import extend as extend_xla
 
@@ -28,6 +30,7 @@ def latent_decode(
     sm_scale: float,
     value_dim: int,
     return_lse: Literal[False] = False,
+    backend: Backend | None = None,
 ) -> Float[Array, "batch q_heads value_dim"]: ...
 @overload
 def latent_decode(
@@ -39,6 +42,7 @@ def latent_decode(
     sm_scale: float,
     value_dim: int,
     return_lse: Literal[True],
+    backend: Backend | None = None,
 ) -> tuple[Float[Array, "batch q_heads value_dim"], Float[Array, "batch q_heads"]]: ...
 def latent_decode(
     q: Float[Array, "batch q_heads latent_dim"],
@@ -49,6 +53,7 @@ def latent_decode(
     sm_scale: float,
     value_dim: int,
     return_lse: bool = False,
+    backend: Backend | None = None,
 ) -> (
     Float[Array, "batch q_heads value_dim"]
     | tuple[Float[Array, "batch q_heads value_dim"], Float[Array, "batch q_heads"]]
@@ -83,6 +88,7 @@ def latent_decode(
             ``(128 + 64) ** -0.5``, times the square of YaRN's factor if there is one. Static.
         value_dim: Elements of a latent that are the value. Static.
         return_lse: Also return the log-sum-exp of the logits. Static.
+        backend: Implementation; None chooses the fastest that supports the arguments. Static.
 
     Returns:
         The output in the dtype of ``q``; with ``return_lse`` also the natural log of the softmax
@@ -98,7 +104,13 @@ def latent_decode(
         "block_tables", block_tables, (q.shape[0], block_tables.shape[1]), "batch of q, width"
     )
     check_int32("lengths", lengths, (q.shape[0],), "batch of q")
-    out, lse = decode_xla(q, latents, block_tables, lengths, options, value_dim)
+    arrays = q, latents, block_tables, lengths
+    if _runs_mosaic(backend, q, latents, block_tables, value_dim):
+        from .mosaic import decode as decode_mosaic  # slow to import
+
+        out, lse = decode_mosaic(*arrays, **_launch(q, latents, block_tables, options))
+    else:
+        out, lse = decode_xla(*arrays, options, value_dim)
     return (out, lse) if return_lse else out
 
 
@@ -114,6 +126,7 @@ def latent_extend(
     sm_scale: float,
     value_dim: int,
     return_lse: Literal[False] = False,
+    backend: Backend | None = None,
 ) -> Float[Array, "tokens q_heads value_dim"]: ...
 @overload
 def latent_extend(
@@ -127,6 +140,7 @@ def latent_extend(
     sm_scale: float,
     value_dim: int,
     return_lse: Literal[True],
+    backend: Backend | None = None,
 ) -> tuple[Float[Array, "tokens q_heads value_dim"], Float[Array, "tokens q_heads"]]: ...
 def latent_extend(
     q: Float[Array, "tokens q_heads latent_dim"],
@@ -139,6 +153,7 @@ def latent_extend(
     sm_scale: float,
     value_dim: int,
     return_lse: bool = False,
+    backend: Backend | None = None,
 ) -> (
     Float[Array, "tokens q_heads value_dim"]
     | tuple[Float[Array, "tokens q_heads value_dim"], Float[Array, "tokens q_heads"]]
@@ -159,6 +174,7 @@ def latent_extend(
         sm_scale: As in `latent_decode`. Static.
         value_dim: Elements of a latent that are the value. Static.
         return_lse: Also return the log-sum-exp of the logits. Static.
+        backend: Implementation; None chooses the fastest that supports the arguments. Static.
 
     Returns:
         The output in the dtype of ``q``, exactly 0 for tokens of no row; with ``return_lse`` also
@@ -171,8 +187,36 @@ def latent_extend(
     rows = {"kv_lengths": kv_lengths, "q_lengths": q_lengths, "q_starts": q_starts}
     for name, array in rows.items():
         check_int32(name, array, (block_tables.shape[0],), "batch of block_tables")
-    out, lse = extend_xla(q, latents, block_tables, *rows.values(), options, value_dim)
+    arrays = q, latents, block_tables, kv_lengths, q_lengths, q_starts
+    if _runs_mosaic(backend, q, latents, block_tables, value_dim):
+        from .mosaic import extend as extend_mosaic  # slow to import
+
+        out, lse = extend_mosaic(*arrays, **_launch(q, latents, block_tables, options))
+    else:
+        out, lse = extend_xla(*arrays, options, value_dim)
     return (out, lse) if return_lse else out
+
+
+def _runs_mosaic(
+    backend: Backend | None,
+    q: jax.Array,
+    latents: jax.Array,
+    block_tables: jax.Array,
+    value_dim: int,
+) -> bool:
+    """Whether the Mosaic kernel is requested, or the fastest."""
+    reason = unsupported(q, latents, value_dim, block_tables.shape[0])
+    return choose_backend(backend, reason) == "mosaic"
+
+
+def _launch(
+    q: jax.Array, latents: jax.Array, block_tables: jax.Array, options: AttentionOptions
+) -> dict[str, Any]:
+    """Static arguments of the Mosaic kernel."""
+    table_tokens = block_tables.shape[1] * latents.shape[2]
+    num_cores = target_device().num_cores
+    config = choose_config(q.shape[0], q.shape[1], table_tokens, num_cores)
+    return {"sm_scale": options.sm_scale, "config": config}
 
 
 def _check(

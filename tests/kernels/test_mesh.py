@@ -13,13 +13,22 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from radixkv.kernels import KernelArgumentError, copy_blocks, kv_write, paged_decode, paged_extend
+from radixkv.kernels import (
+    KernelArgumentError,
+    copy_blocks,
+    kv_write,
+    latent_decode,
+    latent_extend,
+    paged_decode,
+    paged_extend,
+)
 
 from .lowering import H100, shaped
 
 TWO_H100 = AbstractMesh((2,), ("tp",), (AxisType.Auto,), abstract_device=H100)
 HEADS, ALL = P(None, "tp"), P()
 Q, POOL = shaped((4, 16, 128), "bfloat16"), shaped((16, 8, 64, 128), "bfloat16")
+LATENT_Q, LATENTS = shaped((4, 128, 576), "bfloat16"), shaped((16, 1, 64, 576), "bfloat16")
 NEW, ROW, TABLE = (
     shaped((4, 8, 128), "bfloat16"),
     shaped((4,), "int32"),
@@ -36,6 +45,18 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[P, ...], Any]] = {
         lambda q, k, v, *rows: paged_extend(q, k, v, *rows, sm_scale=0.1),
         (Q, POOL, POOL, TABLE, ROW, ROW, ROW),
         (HEADS,) * 3 + (ALL,) * 4,
+        HEADS,
+    ),
+    "latent_decode": (
+        lambda *args: latent_decode(*args, sm_scale=0.1, value_dim=512),
+        (LATENT_Q, LATENTS, TABLE, ROW),
+        (HEADS,) + (ALL,) * 3,
+        HEADS,
+    ),
+    "latent_extend": (
+        lambda *args: latent_extend(*args, sm_scale=0.1, value_dim=512),
+        (LATENT_Q, LATENTS, TABLE, ROW, ROW, ROW),
+        (HEADS,) + (ALL,) * 5,
         HEADS,
     ),
     "kv_write": (
@@ -77,12 +98,16 @@ def test_mosaic_is_lowered_for_several_gpus(name):
     assert "mosaic_gpu_v2" in lowered(name, check=False)
 
 
-def test_mosaic_with_the_check_of_jax():
+READERS = ("paged_decode", "latent_decode", "latent_extend")
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_mosaic_with_the_check_of_jax(name):
     """A kernel that only reads its arguments needs no option."""
-    assert "mosaic_gpu_v2" in lowered("paged_decode", check=True)
+    assert "mosaic_gpu_v2" in lowered(name, check=True)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "paged_decode"])
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in READERS])
 def test_mosaic_that_updates_arrays_and_the_check_of_jax(name):
     """JAX since 0.11 has no references that vary."""
     if jax.__version_info__ < (0, 11):

@@ -23,6 +23,8 @@ from radixkv.kernels.block_copy import config as copy_config
 from radixkv.kernels.block_copy import mosaic as copy_mosaic
 from radixkv.kernels.kv_write import config as write_config
 from radixkv.kernels.kv_write import mosaic as write_mosaic
+from radixkv.kernels.latent_attention import config as latent_config
+from radixkv.kernels.latent_attention import mosaic as latent_mosaic
 from radixkv.kernels.online_softmax import AttentionOptions
 from radixkv.kernels.paged_decode import config as decode_config
 from radixkv.kernels.paged_decode import mosaic as decode_mosaic
@@ -31,9 +33,15 @@ from radixkv.kernels.paged_extend import config as extend_config
 from radixkv.kernels.paged_extend import work_list
 from radixkv.kernels.paged_extend import xla as extend_xla
 
-from . import oracle, test_block_copy_mosaic, test_kv_write_mosaic, test_paged_decode_mosaic
-from .interpret import PARAMS
-from .lowering import shaped
+from . import (
+    oracle,
+    test_block_copy_mosaic,
+    test_kv_write_mosaic,
+    test_latent_attention_mosaic,
+    test_paged_decode_mosaic,
+)
+from .interpret import PARAMS, SEES_ASYNC_RACES
+from .lowering import SHARED_MEMORY_BYTES, shaped
 from .planted import planted
 from .problems import Cache, Heads, assert_close, int32, make_cache, make_queries
 from .work_list_checks import BLOCK_KV, MAX_KV, TOKENS, check_rows
@@ -304,6 +312,43 @@ def stages_of_writes(module: ModuleType, distance: int) -> None:
     test_kv_write_mosaic.run_write(module, PARAMS, num_tokens=tokens)
 
 
+def latents_of_one_shape(module: ModuleType, distance: int) -> None:
+    """Other latents or values have no tiling."""
+    latent_dim, value_dim = latent_config.LATENT_DIM, 2 * latent_config.HALF
+    assert value_dim == latent_config.VALUE_DIM and value_dim % latent_config.COLUMNS == 0
+    for dims in ((latent_dim + distance, value_dim), (latent_dim, value_dim + distance)):
+        q = shaped((3, 4, dims[0]), "bfloat16")
+        found = module.unsupported(q, shaped((9, 1, 16, dims[0]), "bfloat16"), dims[1], 3)
+        assert (found is None) == (distance == 0)
+
+
+def tiles_of_latent_heads(module: ModuleType, distance: int) -> None:
+    """Query heads make tiles of 64, and splits fill what those leave of the multiprocessors."""
+    for tiles in (1, 2):
+        for splits in (1, 2, latent_config.MAX_SPLITS, latent_config.MAX_SPLITS + 1):
+            heads, cores = tiles * latent_config.ROWS + distance, splits * (tiles + 1) + distance
+            blocks = tiles + (distance > 0)
+            for tokens in (4096, splits * 2 * latent_config.TILE_TOKENS + distance):
+                found = module.choose_config(1, heads, tokens, cores).splits
+                most = (cores // blocks, tokens // (2 * latent_config.TILE_TOKENS))
+                assert found == max(1, min(*most, latent_config.MAX_SPLITS))
+
+
+def stages_of_latents(module: ModuleType, distance: int) -> None:
+    """As many as fit into shared memory beside queries, weights and 1 KiB of the rest."""
+    tile = 2 * module.TILE_TOKENS * module.LATENT_DIM
+    queries, weights = 2 * module.ROWS * module.LATENT_DIM, 2 * module.ROWS * module.TILE_TOKENS
+    taken = queries + weights + 1024 + (module.STAGES + distance) * tile
+    assert (taken <= SHARED_MEMORY_BYTES) == (distance <= 0)
+
+
+def launch_of_latents(module: ModuleType, distance: int) -> None:
+    """Rows of about one tile, and of one more than there are stages."""
+    tokens = latent_config.TILE_TOKENS
+    lengths = [tiles * tokens + distance for tiles in (1, latent_config.STAGES + 1)]
+    test_latent_attention_mosaic.check_decode(module, lengths)
+
+
 class Edge(NamedTuple):
     """The module that is cut by a size, and the check at a distance of -1, 0 or 1."""
 
@@ -322,6 +367,14 @@ EDGES = {
     "kv_write.PROGRAMS_PER_CORE": Edge(write_mosaic, stages_of_writes),
     "kv_write.STAGES": Edge(write_mosaic, stages_of_writes),
     "kv_write.STAGE_BYTES": Edge(write_mosaic, tokens_of_a_group),
+    "latent_attention.COLUMNS": Edge(latent_config, latents_of_one_shape),
+    "latent_attention.HALF": Edge(latent_config, latents_of_one_shape),
+    "latent_attention.LATENT_DIM": Edge(latent_config, latents_of_one_shape),
+    "latent_attention.MAX_SPLITS": Edge(latent_config, tiles_of_latent_heads),
+    "latent_attention.ROWS": Edge(latent_config, tiles_of_latent_heads),
+    "latent_attention.STAGES": Edge(latent_config, stages_of_latents),
+    "latent_attention.TILE_TOKENS": Edge(latent_config, tiles_of_latent_heads),
+    "latent_attention.VALUE_DIM": Edge(latent_config, latents_of_one_shape),
     "paged_decode.CHUNK_TOKENS": Edge(decode_xla, decode_chunk),
     "paged_decode.COLUMNS": Edge(mosaic_limits, head_dim_of_columns),
     "paged_decode.MAX_SPLITS": Edge(decode_config, most_splits),
@@ -344,6 +397,10 @@ SHAPES = {
     "the launch of the Mosaic decode": Edge(decode_mosaic, launch_of_decode),
 }
 """Edges that shapes make, whose programs take longer to compile or to simulate."""
+
+
+if SEES_ASYNC_RACES:  # 0.10 simulates several warpgroups 15 times slower
+    SHAPES["the launch of the latent attention"] = Edge(latent_mosaic, launch_of_latents)
 
 
 def test_every_size_has_its_edges() -> None:
@@ -396,6 +453,15 @@ CHEAP_BUGS = {
     ),
     "a split too many": (
         "paged_decode.MAX_SPLITS", "tile_tokens), MAX_SPLITS)", "tile_tokens), MAX_SPLITS + 1)"
+    ),
+    "latents: a split of one tile": (
+        "latent_attention.MAX_SPLITS", "// (2 * TILE_TOKENS)", "// TILE_TOKENS"
+    ),
+    "latents: a tile of heads too few": (
+        "latent_attention.ROWS", "-(-q_heads // ROWS)", "(q_heads // ROWS)"
+    ),
+    "latents: a split too many": (
+        "latent_attention.MAX_SPLITS", "TOKENS), MAX_SPLITS)", "TOKENS), MAX_SPLITS + 1)"
     ),
     "no head_dim of 64": ("paged_decode.COLUMNS", "HEAD_DIMS = (64, ", "HEAD_DIMS = (65, "),
     "any number of elements": ("block_copy.LANES", "if elements % LANES:", "if elements < LANES:"),
@@ -526,6 +592,13 @@ BUGS = {
         "visible = position <= work.length",
     ),
 }  # fmt: skip
+
+if SEES_ASYNC_RACES:
+    for name, old, new in (
+        ("the last tile is lost", "length + (TILE_TOKENS - 1)", "length + (TILE_TOKENS - 2)"),
+        ("a token too many", "token < visible, logits", "token <= visible, logits"),
+    ):
+        BUGS[f"latents: {name}"] = ("the launch of the latent attention", old, new)
 
 
 def assert_dies(bug: tuple[str, str, str]) -> None:

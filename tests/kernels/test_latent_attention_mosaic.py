@@ -1,0 +1,230 @@
+"""The Mosaic kernel of latent attention: simulated, searched for races, compiled for Hopper."""
+
+from collections.abc import Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from radixkv.kernels import KernelArgumentError, latent_decode, latent_extend
+from radixkv.kernels.latent_attention import mosaic as latent_mosaic
+from radixkv.kernels.latent_attention.config import (
+    LATENT_DIM,
+    VALUE_DIM,
+    LatentConfig,
+    choose_config,
+)
+
+from . import oracle
+from .interpret import PARAMS, SEES_ASYNC_RACES, assert_caught, races_detected
+from .lowering import SHARED_MEMORY_BYTES, compile_for_h100, lowered_for_h100, on_h100, shaped
+from .planted import planted
+from .problems import Cache, Heads, assert_close, int32, make_cache, make_queries
+
+SM_SCALE = 0.05
+ONE, TWO = LatentConfig(splits=1), LatentConfig(splits=2)
+
+
+def rows_of(lengths: Sequence[int], block_size: int, dtype: str) -> Cache:
+    """Rows of these lengths; the pool of keys is the pool of latents."""
+    blocks = [-(-length // block_size) for length in lengths]
+    return make_cache(
+        np.random.default_rng(0), [*lengths], block_size=block_size, width=max(1, *blocks),
+        num_blocks=sum(blocks) + 3, heads=Heads(1, 1, LATENT_DIM), dtype=dtype,
+    )  # fmt: skip
+
+
+def assert_equal(found: Any, expected: Any, dtype: str) -> None:
+    out, lse = found
+    assert out.dtype == dtype and lse.dtype == jnp.float32
+    assert_close(out, expected[0][..., :VALUE_DIM], dtype)
+    assert_close(lse, expected[1], "float32")
+
+
+def check_decode(
+    module: ModuleType,
+    lengths: Sequence[int],
+    *,
+    heads: int = 3,
+    block_size: int = 16,
+    dtype: str = "bfloat16",
+    config: LatentConfig = ONE,
+    interpret: Any = PARAMS,
+) -> None:
+    """Compare the simulated kernel with the oracle, on a NaN-poisoned pool."""
+    made = rows_of(lengths, block_size, dtype)
+    q = make_queries(np.random.default_rng(1), len(lengths), Heads(1, heads, LATENT_DIM), dtype)
+    arrays = q, made.k_blocks, made.block_tables, int32(lengths)
+    found = module.decode(*arrays, sm_scale=SM_SCALE, config=config, interpret=interpret)
+    k, _, tables = made.for_oracle
+    queries = q.astype(jnp.float32)
+    assert_equal(found, oracle.decode(queries, k, k, tables, lengths, sm_scale=SM_SCALE), dtype)
+
+
+if SEES_ASYNC_RACES:  # 0.10 simulates 15 times slower: `TestRaces` alone, which compares too
+
+    class TestSimulated:
+        """Interpret mode; `mosaic.dot` replaces WGMMA, which it does not support."""
+
+        @pytest.mark.slow
+        def test_parts_of_larger_blocks_in_splits_for_two_tiles_of_heads(self):
+            check_decode(
+                latent_mosaic, lengths, heads=65, block_size=128, dtype="float16", config=TWO
+            )
+
+        @pytest.mark.slow
+        def test_extend(self):
+            """Rows apart and in any order, one that sees nothing, and one longer than its table."""
+            kv_lengths, q_lengths, starts = [66, 0, 5, 97, 1], [3, 0, 1, 2, 2], [5, 0, 8, 0, 3]
+            made = rows_of([66, 0, 5, 0, 1], 32, "bfloat16")
+            q = make_queries(np.random.default_rng(1), 10, Heads(1, 2, LATENT_DIM), "bfloat16")
+            placed = kv_lengths, q_lengths, starts
+            out, lse = latent_mosaic.extend(
+                q, made.k_blocks, made.block_tables, *map(int32, placed),
+                sm_scale=SM_SCALE, config=ONE, interpret=PARAMS,
+            )  # fmt: skip
+            assert jnp.isnan(out[:2]).all() and jnp.isnan(lse[:2]).all()
+            k, _, tables = made.for_oracle
+            queries = q.astype(jnp.float32)
+            expected = oracle.extend(
+                queries, k, k, tables, kv_lengths, [3, 0, 1, 0, 2], starts, sm_scale=SM_SCALE
+            )
+            assert_equal((out[2:], lse[2:]), [each[2:] for each in expected], "bfloat16")
+
+        def test_ids_outside_the_pool_and_a_row_longer_than_its_table(self):
+            latents = jnp.ones((3, 1, 16, LATENT_DIM), "bfloat16").at[0].set(5).at[2].set(7)
+            q = jnp.ones((3, 1, LATENT_DIM), "bfloat16")
+            out, lse = latent_mosaic.decode(
+                q, latents, int32([[1], [99], [-99]]), int32([17, 9, 9]),
+                sm_scale=SM_SCALE, config=ONE, interpret=PARAMS,
+            )  # fmt: skip
+            assert jnp.isnan(out[0]).all() and jnp.isnan(lse[0]).all()
+            assert out[1:, 0, 0].tolist() == [7, 5]
+
+
+class TestRaces:
+    """The race detector finds each missing wait and fence that interpret mode can see."""
+
+    def run(self, module: ModuleType, params: Any) -> None:
+        """A row long enough that every pipeline stage is filled twice."""
+        check_decode(module, [64 * 3 + 1], block_size=64, interpret=params)
+
+    @pytest.mark.slow
+    def test_the_kernel_has_none(self):
+        with races_detected() as params:
+            self.run(latent_mosaic, params)
+
+    BUGS = (
+        "        plgpu.barrier_wait(refs.q_full)\n",
+        "        plgpu.barrier_wait(refs.weights_empty)\n",
+        "        plgpu.barrier_wait(refs.empty.at[stage])\n",
+        "        plgpu.barrier_wait(refs.full.at[stage])\n        pl.when(edge)",
+        "        plgpu.barrier_wait(refs.weights_full)\n        factor = mosaic.load(refs.factor, 0, ROW_VECTOR, self.interpret)\n        narrow",  # noqa: E501
+        "            plgpu.commit_smem()\n            plgpu.copy_smem_to_gmem(out.at[half]",
+        "        plgpu.wait_smem_to_gmem(0)\n",
+    )
+    if SEES_ASYNC_RACES:  # in 0.10, a warpgroup waits forever for another that failed
+
+        @pytest.mark.slow
+        @pytest.mark.parametrize("line", BUGS)
+        def test_a_missing_line_is_found(self, line):
+            missing = line.splitlines(keepends=True)[0]
+            changed = planted(latent_mosaic, {line: line.removeprefix(missing)})
+            assert_caught(lambda params: self.run(changed, params))
+
+
+class Case(NamedTuple):
+    """Shapes and dtypes of one call of a public function."""
+
+    function: Any = latent_decode
+    heads: int = 128
+    block_size: int = 64
+    dtype: str = "bfloat16"
+    num_tokens: int = 200
+    latent_dim: int = LATENT_DIM
+    value_dim: int = VALUE_DIM
+    batch: int = 200
+    latents: str | None = None
+
+    def function_and_arguments(self) -> tuple[Any, ...]:
+        function = partial(
+            self.function, sm_scale=0.1, value_dim=self.value_dim, return_lse=True, backend="mosaic"
+        )
+        rows = [shaped((self.batch,), "int32")] * (1 if self.function is latent_decode else 3)
+        return (
+            function,
+            shaped((self.num_tokens, self.heads, self.latent_dim), self.dtype),
+            shaped((100, 1, self.block_size, self.latent_dim), self.latents or self.dtype),
+            shaped((self.batch, 64), "int32"),
+            *rows,
+        )
+
+
+class TestForHopper:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+    def test_lowers(self, block_size):
+        case = Case(block_size=block_size)
+        assert "mosaic_gpu_v2" in lowered_for_h100(*case.function_and_arguments())
+
+    # The block size with the most copies, and few tokens, which are split.
+    COMPILED = (
+        Case(),
+        Case(heads=16, block_size=16, num_tokens=8, batch=8),
+        Case(latent_extend, block_size=128, dtype="float16", num_tokens=300),
+    )
+
+    @pytest.mark.sm_90a
+    @pytest.mark.parametrize("case", COMPILED, ids=str)
+    def test_compiles(self, case):
+        compiled = compile_for_h100(*case.function_and_arguments())
+        assert compiled.spill_bytes == 0
+        # All but the operands of products is in float32.
+        short = {"bfloat16": "bf16", "float16": "f16"}[case.dtype]
+        assert compiled.products() == {f"f32.{short}.{short}"}
+        assert compiled.narrow() == set()
+        assert compiled.shared_bytes <= SHARED_MEMORY_BYTES
+        # WGMMA: 16 columns of latents at a time for the logits, 16 tokens for each half.
+        assert compiled.count("wgmma.mma_async") == LATENT_DIM // 16 + 2 * 64 // 16
+        # TMA: the queries; two tiles before the loop and one in it.
+        copies = compiled.count("cp.async.bulk.tensor") - compiled.count("cp.async.bulk.commit")
+        assert copies == 1 + 3 * max(1, 64 // case.block_size)
+
+
+class TestConfig:
+    @pytest.mark.parametrize(
+        ("num_tokens", "heads", "table_tokens", "splits"),
+        [(1, 128, 32768, 32), (1, 128, 4096, 32), (8, 128, 8192, 8), (64, 128, 4096, 1),
+         (64, 16, 4096, 2), (1, 16, 64, 1), (1, 16, 256, 2), (8192, 128, 8192, 1)],
+    )  # fmt: skip
+    def test_tokens_are_split_until_they_fill_an_h100(
+        self, num_tokens, heads, table_tokens, splits
+    ):
+        assert choose_config(num_tokens, heads, table_tokens, 132) == LatentConfig(splits)
+
+
+class TestUnsupported:
+    @pytest.mark.parametrize(
+        ("case", "message"),
+        [
+            (Case(dtype="float32"), "q of bfloat16 or float16, got float32"),
+            (Case(latents="float16"), "latents of q's dtype bfloat16, got float16"),
+            (
+                Case(latent_dim=320, value_dim=256),
+                "latents of 576 and values of 512 elements, got 320 and 256",
+            ),
+            (Case(value_dim=448), "latents of 576 and values of 512 elements, got 576 and 448"),
+            (Case(block_size=8), "a block_size of 16, 32, 64 or 128, got 8"),
+            (Case(num_tokens=0, batch=0), "at least one token and one row, got 0 and 0"),
+            (Case(latent_extend, batch=0), "at least one token and one row, got 200 and 0"),
+        ],
+    )
+    def test_message(self, case, message):
+        function, *arguments = case.function_and_arguments()
+        with on_h100(), pytest.raises(KernelArgumentError) as refusal:
+            jax.eval_shape(function, *arguments)
+        assert str(refusal.value) == f"backend must be 'xla' or None here: mosaic needs {message}"
