@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from ..errors import PoolDTypeError, PoolShapeError
@@ -60,8 +61,14 @@ class BlockArrays:
         block_size: int,
         head_dim: int,
         dtype: jnp.dtype,
+        sharding: NamedSharding | None = None,
     ) -> BlockArrays:
         """Allocate pools for num_blocks usable blocks and the padding sink.
+
+        Args:
+            num_layers, num_blocks, kv_heads, block_size, head_dim, dtype: see the diagram above.
+            sharding: how each pool lies on several devices, cut by ``kv_heads``; None for JAX's
+                default device.
 
         Raises:
             CountError: if a size is less than 1; nothing is allocated.
@@ -81,6 +88,6 @@ class BlockArrays:
         shape = (num_blocks + 1, kv_heads, block_size, head_dim)
 
         def pools() -> tuple[jax.Array, ...]:
-            return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+            return tuple(jnp.zeros(shape, dtype, device=sharding) for _ in range(num_layers))
 
         return cls(pools(), pools())

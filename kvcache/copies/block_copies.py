@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled
 from jaxtyping import Array, Float, Int32, Shaped
 
@@ -20,6 +21,7 @@ from .host_arrays import check_block_ids
 Pools = tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
 Staging = tuple[Float[Array, "n kv_heads block_size head_dim"], ...]
 
+P: Final[Any] = PartitionSpec  # has no types
 CopyKind: TypeAlias = Literal["gather", "scatter", "copy"]
 
 COPY_KINDS: Final[tuple[CopyKind, ...]] = ("gather", "scatter", "copy")
@@ -61,8 +63,14 @@ class BlockCopies:
         self._num_pools = len(arrays.keys) + len(arrays.values)
         self._shape = tuple(arrays.keys[0].shape)
         self._dtype = arrays.keys[0].dtype
-        [device] = arrays.keys[0].devices()
-        self._pinned = pinned_host(device)
+        sharding = arrays.keys[0].sharding
+        self._sharding = sharding if isinstance(sharding, NamedSharding) else None
+        self._pinned = pinned_host(next(iter(arrays.keys[0].devices())))
+        self._whole: NamedSharding | None = None
+        if self._sharding is not None:
+            self._whole = NamedSharding(self._sharding.mesh, P())
+            if self._pinned is not None:
+                self._pinned = self._sharding.with_memory_kind("pinned_host")
         nothing = np.empty(0, np.int32)
         size = self.max_blocks
         while size >= self._min_blocks:
@@ -124,7 +132,7 @@ class BlockCopies:
             IndexError: for the id of an unusable block.
         """
         program, padded = self._program(_scatter, size), self._pad(ids, size)
-        on_device = jax.device_put(tuple(staging))
+        on_device = jax.device_put(tuple(staging), self._sharding)
         _replace(arrays, program((*arrays.keys, *arrays.values), on_device, padded))
 
     def copy(
@@ -148,13 +156,13 @@ class BlockCopies:
         check_block_ids("device", ids, self._shape[0] - 1)
 
     def _program(self, copy: Callable[..., jax.Array | Pools], size: int) -> Compiled:
-        return _compiled(copy, self._num_pools, self._shape, self._dtype, size)
+        return _compiled(copy, self._num_pools, self._shape, self._dtype, size, self._sharding)
 
     def _pad(self, ids: Int32Array, size: int) -> Int32[Array, " size"]:
         self.check_ids(ids)
         padded = np.full(size, _PADDING_ID, np.int32)
         padded[: len(ids)] = ids
-        on_device: jax.Array = jax.device_put(padded)
+        on_device: jax.Array = jax.device_put(padded, self._whole)
         return on_device
 
 
@@ -204,19 +212,31 @@ def _compiled(
     shape: tuple[int, ...],
     dtype: np.dtype,
     size: int,
+    sharding: NamedSharding | None,
 ) -> Compiled:
-    """Compile a program once per copy, shapes and dtype."""
-    pools = (_aval(shape, dtype),) * num_pools
-    staging = (_aval((size, *shape[1:]), dtype),) * num_pools
-    ids = _aval((size,), np.dtype(np.int32))
-    if copy is _gather:
-        lowered = jax.jit(_gather).lower(pools, ids)
-    elif copy is _scatter:
-        lowered = jax.jit(_scatter, donate_argnums=0).lower(pools, staging, ids)
-    else:
-        lowered = jax.jit(_copy, donate_argnums=0).lower(pools, ids, ids)
-    return lowered.compile(compiler_options())
+    """Compile a program once per copy, shapes, dtype and devices."""
+    whole = None if sharding is None else NamedSharding(sharding.mesh, P())
+    pools = (_aval(shape, dtype, sharding),) * num_pools
+    staging = (_aval((size, *shape[1:]), dtype, sharding),) * num_pools
+    ids = _aval((size,), np.dtype(np.int32), whole)
+    given: tuple[Any, ...] = pools, ids
+    if copy is _scatter:
+        given = pools, staging, ids
+    elif copy is _copy:
+        given = pools, ids, ids
+    if sharding is not None:
+        copy = jax.shard_map(
+            copy,
+            mesh=sharding.mesh,
+            in_specs=tuple(P() if each is ids else sharding.spec for each in given),
+            out_specs=sharding.spec,
+            check_vma=False,  # JAX has no references that vary, and kernels write in place
+        )
+    program = jax.jit(copy, donate_argnums=() if len(given) == 2 else 0)
+    return program.lower(*given).compile(compiler_options())
 
 
-def _aval(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]  # JAX's
+def _aval(
+    shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding | None
+) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]  # JAX's

@@ -54,8 +54,9 @@ class StorageNamespace:
         block_size: tokens per block.
         layers: first layer, and one past the last.
         heads: first KV head, and one past the last.
-        tp_rank: rank of the writer in its tensor-parallel group.
-        tp_size: size of that group.
+        tp_rank: rank of a writer that stores a part of the heads; an engine stores all of them,
+            whatever its devices.
+        tp_size: number of such writers.
         layout: order of the axes in a block, such as "kv,layer,head,token,dim".
         salt: secret that separates tenants; not shown.
         schema: version of keys and values.

@@ -18,7 +18,7 @@ from ...kvcache.storage.urls import namespace_digits
 from ..engine import Engine, make_storage_namespace
 from ..errors import HandoffFailedError, NodesFailedError
 from ..handoff import Timing
-from ..models import load_config, load_model, model_dtype
+from ..models import load_config, model_dtype
 from ..models.weights_digest import weights_digest
 from ..nodes import DecodeEngine, Disaggregated, PrefillEngine
 from ..nodes.transport import InProcessExchange, InProcessTransport
@@ -29,6 +29,7 @@ from ..text import Guided, TextTokenizer
 from .completions import Completions
 from .errors import BadInputError
 from .kv_events import publishing
+from .model_loading import load_model_of_options
 from .options.common import check_memory, host_tier, reserve_tokens
 from .options.generate import GUIDED, SAMPLING, check, option_of_texts
 from .output import check_destination, describe_node, describe_storage, emit
@@ -164,7 +165,7 @@ def complete_with_engine(
     Blocks for storage are stored when this returns.
     """
     model_dir = Path(arguments.model_dir)
-    model = load_model(model_dir, arguments.dtype or "auto")
+    model = load_model_of_options(arguments)
     namespace = None
     if arguments.storage is not None:
         digest = weights_digest(model_dir)
@@ -206,7 +207,7 @@ def complete_in_process(
         HandoffFailedError: Requests failed, and the others are complete.
     """
     model_dir = Path(arguments.model_dir)
-    model, exchange = load_model(model_dir, arguments.dtype or "auto"), InProcessExchange()
+    model, exchange = load_model_of_options(arguments), InProcessExchange()
     revision = weights_digest(model_dir)
     namespace = make_storage_namespace(model, revision, arguments.block_size)
     options: dict[str, Any] = {

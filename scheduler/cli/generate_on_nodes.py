@@ -62,7 +62,7 @@ def start_nodes(
         *("--token-budget", sizes.token_budget, "--max-running", sizes.max_running),
         *("--max-model-len", sizes.max_model_len),
     ]
-    for option in ("dtype", "host_blocks", "host_write", "storage_max_bytes"):
+    for option in ("dtype", "tp", "host_blocks", "host_write", "storage_max_bytes"):
         if getattr(arguments, option) is not None:
             common += [f"--{option.replace('_', '-')}", getattr(arguments, option)]
     if arguments.no_compilation_cache:

@@ -21,7 +21,6 @@ from ..engine import make_storage_namespace
 from ..gateway.cache_index import CacheReporter
 from ..handoff import Timing
 from ..handoff.gateway_messages import GATEWAY
-from ..models import load_model
 from ..models.weights_digest import weights_digest
 from ..nodes import DecodeEngine, PrefillEngine
 from ..nodes.channel import ChannelAddressError, ZmqChannel, load_secret
@@ -34,6 +33,7 @@ from ..nodes.transport.registry import open_transport
 from ..terminal.interrupts import exit_on_interrupt
 from .errors import BadInputError
 from .kv_events import publishing
+from .model_loading import load_model_of_options
 from .options.common import check_memory, check_tiers, host_tier, reserve_tokens
 from .output import describe_node
 from .startup import report_on_stderr
@@ -129,9 +129,8 @@ def _make_engine(
     stack: ExitStack,
 ) -> tuple[PrefillEngine | DecodeEngine, Storage | None]:
     """Make the engine over its storage; the stack closes both."""
-    model_dir = Path(arguments.model_dir)
-    model = load_model(model_dir, arguments.dtype or "auto")
-    revision = weights_digest(model_dir)
+    model = load_model_of_options(arguments)
+    revision = weights_digest(Path(arguments.model_dir))
     namespace = make_storage_namespace(model, revision, arguments.block_size)
     storage = stack.enter_context(storage_of_options(arguments, namespace))
     capacity = arguments.block_size * arguments.device_blocks

@@ -20,6 +20,7 @@ from ..terminal.interrupts import exit_on_interrupt
 from .backend import Backend
 from .errors import BadInputError
 from .kv_events import publishing
+from .model_loading import mesh_of_options
 from .options.common import check_memory, host_tier, reserve_tokens
 from .options.serve import check
 from .startup import report_on_stderr
@@ -106,6 +107,7 @@ def _backend(
             preempt=arguments.preempt,
             reserve_tokens=reserve_tokens(arguments),
             depth=arguments.depth or 2,
+            mesh=mesh_of_options(arguments),
         )
     _say(str(llm.sizes))
     gc.collect()

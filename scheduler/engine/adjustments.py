@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.stages import Compiled
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -52,7 +53,14 @@ class Adjustments:
     Use it from one thread only.
     """
 
-    def __init__(self, num_slots: int, num_rows: int, max_tokens: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        num_rows: int,
+        max_tokens: int,
+        vocab_size: int,
+        sharding: NamedSharding | None = None,
+    ) -> None:
         """Allocate and compile nothing yet.
 
         Args:
@@ -60,7 +68,9 @@ class Adjustments:
             num_rows: rows of the logits.
             max_tokens: most tokens of a request.
             vocab_size: tokens of the model.
+            sharding: devices that have the counts; None for the default device.
         """
+        self._sharding = sharding
         self._num_slots, self._num_rows = num_slots, num_rows
         self._max_tokens, self._vocab_size = max_tokens, vocab_size
         self._counts: Int32[Array, "slots vocab"] | None = None
@@ -85,7 +95,7 @@ class Adjustments:
         for slot, request in requests:
             if self._counts is None:
                 shape = self._num_slots, self._vocab_size
-                self._counts = jax.device_put(np.zeros(shape, np.int32))
+                self._counts = jax.device_put(np.zeros(shape, np.int32), self._sharding)
             given = self._counts, self._pack_tokens(slot, request)
             self._counts = self._program("set", _set_counts, *given)(*given)
 

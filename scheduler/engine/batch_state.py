@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int32, UInt32
 
 from ...kvcache import BlockTables, Int32Array
@@ -67,7 +68,7 @@ class BatchState(NamedTuple):
     seed: UInt32[Array, " slots"]
 
     @classmethod
-    def zeros(cls, num_slots: int, width: int) -> BatchState:
+    def zeros(cls, num_slots: int, width: int, sharding: NamedSharding | None = None) -> BatchState:
         """Allocate the arrays for `num_slots` requests of at most `width` blocks."""
         # `jnp.zeros` would compile a program for each shape.
         arrays = (
@@ -78,7 +79,7 @@ class BatchState(NamedTuple):
             np.zeros(num_slots, np.float32),
             np.zeros(num_slots, np.uint32),
         )
-        return cls(*map(jax.device_put, arrays))
+        return cls(*(jax.device_put(each, sharding) for each in arrays))
 
     def at(self, slots: Int32[Array, " rows"]) -> BatchState:
         """Return the arrays by row, for the slot of each row; slots out of range are clamped."""
@@ -98,11 +99,11 @@ class DeviceBatch:
         to_count: slots of requests with penalties whose tokens the device has not counted.
     """
 
-    def __init__(self, num_slots: int, width: int) -> None:
+    def __init__(self, num_slots: int, width: int, sharding: NamedSharding | None = None) -> None:
         self.num_slots, self.width = num_slots, width
         # An empty request in slot 0 compiles the program.
         empty = np.zeros(width + _NUM_SCALARS, np.int32)
-        self.state = _set_slot(BatchState.zeros(num_slots, width), empty)
+        self.state = _set_slot(BatchState.zeros(num_slots, width, sharding), empty)
         self._needs = np.zeros(num_slots, np.uint8)
         self.to_count: list[tuple[int, Request]] = []
         self._forget(BlockTables())

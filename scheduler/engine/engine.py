@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 
+from jax.sharding import Mesh
+
 from ...kvcache import CacheManager, EventBatch, HostConfig
 from ...kvcache.storage import Storage, StorageNamespace, StorageWorkers, open_storage
 from ...kvcache.tokens import check_namespaces
 from ..batching.preemption import PreemptMode
 from ..mixed import MixedScheduler
-from ..models import Model, Params
+from ..models import Model, Params, shard_model
 from ..policy import Policy
 from ..request import Request
 from ..step_plan import StepPlan
@@ -51,6 +53,7 @@ class Engine:
         storage_max_bytes: int | None = None,
         warm_up_sampling: bool = False,
         on_events: Callable[[EventBatch], object] | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         """Allocate the arrays and compile every program.
 
@@ -76,12 +79,17 @@ class Engine:
                 are.
             on_events: takes the KV events of each step, on the thread of the engine, which waits
                 for it; None records none. See `CacheManager.take_events`.
+            mesh: devices that share the model and its KV; see `shard_model`. Default: those of the
+                model. The tokens are the same, up to the rounding of sums.
 
         Raises:
+            TensorParallelError: if the model cannot be cut for the devices of the mesh.
             ConfigError, CountError, StorageConfigError: for options that cannot work, before
                 anything is allocated.
             StorageError: if the storage of a URL cannot be opened.
         """
+        if mesh is not None:
+            model = shard_model(model, mesh)
         self.max_model_len = max_model_len
         self.manager = CacheManager(
             num_blocks,

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jax.stages import Compiled
 from jaxtyping import Array, Float, Int32
 
@@ -150,7 +151,7 @@ class Logprobs:
         given = params.norm, params.lm_head, batch, x, targets
         key = "prompt", len(x), len(batch.q_lengths)
         if key not in self._programs:
-            lowered = _of_tokens.lower(model.config, *given)
+            lowered = _of_tokens.lower(model.config, model.mesh, *given)
             self._programs[key] = lowered.compile(compiler_options())
         result: Any = self._programs[key](*given)
         return TopLogprobs(*result)
@@ -177,9 +178,10 @@ def top_logprobs(
 _of_rows = jax.jit(top_logprobs)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1))
 def _of_tokens(
     config: ModelConfig,
+    mesh: Mesh | None,
     norm: Float[Array, " hidden"],
     lm_head: Linear,
     batch: Batch,
@@ -194,7 +196,8 @@ def _of_tokens(
 
     def piece(places: Int32[Array, " piece"]) -> tuple[Array, Array, Array, Array]:
         of_piece = batch._replace(logit_rows=places)
-        return top_logprobs(compute_logits(config, norm, lm_head, of_piece, x), targets[places])
+        logits = compute_logits(config, norm, lm_head, of_piece, x, mesh=mesh)
+        return top_logprobs(logits, targets[places])
 
     results = lax.map(piece, place)
     return jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:])[:num_tokens], results)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +21,8 @@ from ...kvcache.storage import Storage
 from ...kvcache.tokens import as_count
 from ..errors import ConfigError, RequestError
 from ..models import Model, Params
+from ..models.checkpoint import shard_params
+from ..models.tensor_parallel import pool_sharding, whole
 from ..request import Request
 from ..step_plan import BlockCopy, SchedulerStats, StepPlan
 from .adjustments import Adjustments
@@ -113,7 +115,9 @@ class ModelRunner:
             block_size=manager.block_size,
             head_dim=config.head_dim,
             dtype=model.params.embedding.dtype,
+            sharding=pool_sharding(model.mesh),
         )
+        on_devices = whole(model.mesh)
         self._shapes = Shapes(
             token_budget=token_budget,
             max_running=max_running,
@@ -127,13 +131,14 @@ class ModelRunner:
         self._warm_up_compilations = 0
         self._counter = compilation_counter()
         with self.warming_up():
-            self._batch = DeviceBatch(max_running, -(-max_model_len // manager.block_size))
+            width = -(-max_model_len // manager.block_size)
+            self._batch = DeviceBatch(max_running, width, on_devices)
             shapes = (*self._shapes.decode, *self._shapes.extend)
             self._programs = Programs(
                 model, self.arrays, self._batch.state, shapes, manager.block_size
             )
             self._adjustments = Adjustments(
-                max_running, max_running, max_model_len, config.vocab_size
+                max_running, max_running, max_model_len, config.vocab_size, on_devices
             )
             self._logprobs = Logprobs()
             if warm_up_sampling:
@@ -357,7 +362,8 @@ class ModelRunner:
 
     def set_params(self, params: Params) -> None:
         """Replace the weights by checked ones; the caller resets the cache."""
-        self.model = replace(self.model, params=params)
+        model = self.model
+        self.model = replace(model, params=shard_params(model.config, params, model.mesh))
 
     def close(self, timeout_s: float) -> bool:
         """Finish copies between the tiers and stop their threads; see `Engine.close`."""
@@ -385,8 +391,10 @@ def _choose_attention(
 ) -> AttentionBackend:
     """Return the backend of attention; warn if an accelerator has to run the portable code."""
     config, pool = model.config, arrays.keys[0]
-    shape = (num_tokens, config.num_heads, config.head_dim)
-    q = jax.ShapeDtypeStruct(shape, model.params.embedding.dtype)  # type: ignore[no-untyped-call]  # JAX's
+    num_heads = config.num_heads // (1 if model.mesh is None else model.mesh.size)
+    made: Any = jax.ShapeDtypeStruct  # has no types in some versions
+    q = made((num_tokens, num_heads, config.head_dim), model.params.embedding.dtype)
+    pool = made(pool.sharding.shard_shape(pool.shape), pool.dtype)  # of one device
     attention, device = attention_backend(q, pool, num_rows), target_device()
     if attention.backend == "xla" and device.platform != "cpu":
         text = f"{device.name} computes attention with portable code, which is slow on it"

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Float, Int32
 
@@ -34,6 +35,7 @@ from ...kernels import compiler_options
 from ...kernels.backends import target_device
 from ...kvcache import BlockArrays, Int32Array
 from ..models import Batch, LayerParams, Linear, Model, ModelConfig, Params, forward
+from ..models.tensor_parallel import on_all, whole
 from ..models.transformer import Pool, Pools, Rope, compute_layer, compute_logits, embed
 from .batch_state import BatchState
 from .sampling import SamplingBatch, draw
@@ -85,9 +87,10 @@ class Programs:
             block_size: tokens per block.
         """
         self.hidden: tuple[Batch, Array] | None = None
-        self._config, self._block_size = model.config, block_size
+        self._config, self._mesh, self._block_size = model.config, model.mesh, block_size
         num_rows = max(shape.num_rows for shape in shapes)
-        self.logits = jax.device_put(np.zeros((num_rows, model.config.vocab_size), np.float32))
+        zeros = np.zeros((num_rows, model.config.vocab_size), np.float32)
+        self.logits = jax.device_put(zeros, whole(model.mesh))
         is_cpu = target_device().platform == "cpu"
         self._by_layer = is_cpu and model.config.num_layers > _MOST_UNROLLED_LAYERS
         lower = _lower_layers if self._by_layer else _lower_step
@@ -124,7 +127,7 @@ class Programs:
         """
         if self._by_layer or keep_hidden:
             if ("embed", shape) not in self._programs:
-                model = Model(self._config, params)
+                model = Model(self._config, params, self._mesh)
                 given = model, arrays, state, shape, self._block_size, self.logits
                 self._programs.update(_compile(dict(_lower_layers(*given))))
             results = self._programs["embed", shape](params.embedding, packed, state)
@@ -188,7 +191,8 @@ def _lower_step(
     logits: Array,
 ) -> Iterator[tuple[Any, Callable[[], Lowered]]]:
     """Yield the program of a shape, by the shape."""
-    step = model.config, shape, block_size, model.params, _empty(shape), state, logits
+    static = model.config, model.mesh, shape, block_size
+    step = *static, model.params, _empty(shape), state, logits
     yield shape, partial(_step.lower, *step, arrays.keys, arrays.values)
 
 
@@ -201,16 +205,14 @@ def _lower_layers(
     logits: Array,
 ) -> Iterator[tuple[Any, Callable[[], Lowered]]]:
     """Yield the programs of a shape that computes layer by layer, by name and shape."""
-    config, params = model.config, model.params
-    static, given = (
-        (config, shape, block_size, len(logits)),
-        (params.embedding, _empty(shape), state),
-    )
+    of_model, params = (model.config, model.mesh), model.params
+    static = *of_model, shape, block_size, len(logits)
+    given = params.embedding, _empty(shape), state
     batch, rows, _, x, rope = jax.eval_shape(partial(_embed, *static), *given)
-    layer = config, shape.is_decode, params.layers[0], batch, x, rope
+    layer = *of_model, shape.is_decode, params.layers[0], batch, x, rope
     yield ("layer", shape), partial(_layer.lower, *layer, arrays.keys[0], arrays.values[0])
-    head = config, params.norm, params.lm_head, batch, x, rows.slots, state.last_tokens, logits
-    yield ("head", shape), partial(_head.lower, *head)
+    head = params.norm, params.lm_head, batch, x, rows.slots, state.last_tokens, logits
+    yield ("head", shape), partial(_head.lower, *of_model, *head)
     yield ("embed", shape), partial(_embed.lower, *static, *given)
 
 
@@ -228,9 +230,10 @@ def empty_rows(num_rows: int) -> Any:
 # One function for all engines, so that JAX reuses the programs of earlier engines.
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(5, 6, 7, 8))
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(6, 7, 8, 9))
 def _step(
     config: ModelConfig,
+    mesh: Mesh | None,
     shape: Shape,
     block_size: int,
     params: Params,
@@ -240,17 +243,19 @@ def _step(
     k_pools: Pools,
     v_pools: Pools,
 ) -> tuple[Array, Rows, BatchState, Array, Pools, Pools]:
-    batch, rows, state = _unpack(shape, block_size, len(logits), packed, state)
+    batch, rows, state = _unpack(mesh, shape, block_size, len(logits), packed, state)
     computed, k_pools, v_pools = forward(
-        config, params, batch, k_pools, v_pools, decode=shape.is_decode
+        config, params, batch, k_pools, v_pools, decode=shape.is_decode, mesh=mesh
     )
     tokens, last_tokens, logits = _choose(computed, rows.slots, state.last_tokens, logits)
-    return tokens, rows, state._replace(last_tokens=last_tokens), logits, k_pools, v_pools
+    state = state._replace(last_tokens=last_tokens)
+    return *on_all(mesh, (tokens, rows, state, logits)), k_pools, v_pools
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=6)
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=7)
 def _embed(
     config: ModelConfig,
+    mesh: Mesh | None,
     shape: Shape,
     block_size: int,
     num_rows: int,
@@ -258,13 +263,14 @@ def _embed(
     packed: Int32[Array, " packed"],
     state: BatchState,
 ) -> tuple[Batch, Rows, BatchState, Float[Array, "tokens hidden"], Rope]:
-    batch, rows, state = _unpack(shape, block_size, num_rows, packed, state)
-    return batch, rows, state, *embed(config, embedding, batch)
+    batch, rows, state = _unpack(mesh, shape, block_size, num_rows, packed, state)
+    return on_all(mesh, (batch, rows, state, *embed(config, embedding, batch, mesh=mesh)))
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 6, 7))
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(5, 7, 8))
 def _layer(
     config: ModelConfig,
+    mesh: Mesh | None,
     is_decode: bool,
     layer: LayerParams,
     batch: Batch,
@@ -273,12 +279,14 @@ def _layer(
     k_pool: Pool,
     v_pool: Pool,
 ) -> tuple[Float[Array, "tokens hidden"], Pool, Pool]:
-    return compute_layer(config, layer, batch, x, rope, k_pool, v_pool, decode=is_decode)
+    pools = k_pool, v_pool
+    return compute_layer(config, layer, batch, x, rope, *pools, decode=is_decode, mesh=mesh)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=(6, 7))
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(7, 8))
 def _head(
     config: ModelConfig,
+    mesh: Mesh | None,
     norm: Float[Array, " hidden"],
     lm_head: Linear,
     batch: Batch,
@@ -287,7 +295,8 @@ def _head(
     last_tokens: Int32[Array, " slots"],
     logits: Float[Array, "all_rows vocab"],
 ) -> tuple[Array, Array, Array]:
-    return _choose(compute_logits(config, norm, lm_head, batch, x), slots, last_tokens, logits)
+    computed = compute_logits(config, norm, lm_head, batch, x, mesh=mesh)
+    return on_all(mesh, _choose(computed, slots, last_tokens, logits))
 
 
 @partial(jax.jit, donate_argnums=3)
@@ -302,8 +311,14 @@ def _draw(
 
 
 def _unpack(
-    shape: Shape, block_size: int, num_rows: int, packed: Array, state: BatchState
+    mesh: Mesh | None,
+    shape: Shape,
+    block_size: int,
+    num_rows: int,
+    packed: Array,
+    state: BatchState,
 ) -> tuple[Batch, Rows, BatchState]:
+    packed = on_all(mesh, packed)
     batch, sampling, state, slots = unpack(packed, state, shape, block_size)
     more = (0, num_rows - shape.num_rows)
     padded = SamplingBatch(*(jnp.pad(field, more) for field in sampling))

@@ -4,7 +4,7 @@
 enough to copy. `checkpoint.py` loads its parameters, and `tiny.py` makes checkpoints for tests.
 """
 
-from .checkpoint import Model, load_model, load_tokenizer, model_dtype
+from .checkpoint import Model, load_model, load_tokenizer, model_dtype, shard_model
 from .config import DTYPES, ModelConfig, load_config
 from .errors import (
     CheckpointError,
@@ -17,6 +17,7 @@ from .errors import (
     UnsupportedModelError,
 )
 from .rope import RopeConfig
+from .tensor_parallel import TensorParallelError, tensor_parallel_mesh
 from .tiny import make_tiny_checkpoint
 from .transformer import Batch, LayerParams, Linear, Params, forward
 
@@ -34,6 +35,7 @@ __all__ = [
     "RopeConfig",
     "TensorDtypeError",
     "TensorMissingError",
+    "TensorParallelError",
     "TensorShapeError",
     "TensorUnexpectedError",
     "UnsupportedModelError",
@@ -43,4 +45,6 @@ __all__ = [
     "load_tokenizer",
     "make_tiny_checkpoint",
     "model_dtype",
+    "shard_model",
+    "tensor_parallel_mesh",
 ]

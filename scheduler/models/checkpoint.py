@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
@@ -26,6 +28,7 @@ from .errors import (
     TensorUnexpectedError,
 )
 from .json_fields import as_object, read_object
+from .tensor_parallel import model_mesh, tensor_sharding
 from .transformer import LayerParams, Linear, Params
 
 if TYPE_CHECKING:
@@ -40,24 +43,36 @@ _STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded model: the first two arguments of ``forward``."""
+    """A loaded model: the first two arguments of ``forward``.
+
+    Attributes:
+        config: shapes and options.
+        params: parameters.
+        mesh: devices that share the model, as `shard_model` arranges them; None for JAX's default
+            device.
+    """
 
     config: ModelConfig
     params: Params
+    mesh: Mesh | None = None
 
 
-def load_model(directory: str | Path, dtype: DTypeLike = "auto") -> Model:
+def load_model(
+    directory: str | Path, dtype: DTypeLike = "auto", *, mesh: Mesh | None = None
+) -> Model:
     """Load a Llama or Qwen3 model from a Hugging Face directory.
 
     Tensors are read one by one, converted to ``dtype`` on the host, and copied to the default
-    device, so that the host holds one tensor at a time.
+    device, so that the host holds one tensor at a time. With a mesh, each device gets its part.
 
     Args:
         directory: holds config.json, and model.safetensors or shards with
             model.safetensors.index.json, in float32, float16 or bfloat16.
         dtype: dtype of the parameters, of the computation and of the KV; see `model_dtype`.
+        mesh: devices that share the model; see `shard_model`.
 
     Raises:
+        TensorParallelError: if the model cannot be cut for these devices; nothing is read.
         CheckpointError: see ``radixkv.scheduler.models.errors``. All names and shapes are checked
             before the first tensor is read.
         ConfigError: for another dtype.
@@ -65,10 +80,49 @@ def load_model(directory: str | Path, dtype: DTypeLike = "auto") -> Model:
     directory = Path(directory)
     config = load_config(directory)
     dtype = model_dtype(directory, dtype)
+    mesh = None if mesh is None else model_mesh(config, mesh)
     with ExitStack() as stack:
         tensors = _open_tensors(directory, stack)
         _check_tensors(directory, config, tensors)
-        return Model(config, build_params(config, lambda name: tensors[name].read(dtype)))
+
+        def read(name: str) -> jax.Array:
+            return tensors[name].read(dtype, tensor_sharding(config, mesh, name))
+
+        return Model(config, build_params(config, read), mesh)
+
+
+def shard_model(model: Model, mesh: Mesh) -> Model:
+    """Return a model whose devices share it: each has a part of the heads and of the matrices.
+
+    To load a model that is too large for one device, give the mesh to `load_model`.
+
+    Args:
+        model: from `load_model`.
+        mesh: mesh with one axis, such as ``jax.make_mesh((4,), ("tp",))``. If there are more
+            devices than KV heads, several devices hold the same KV.
+
+    Raises:
+        ConfigError: for a mesh with several axes.
+        TensorParallelError: if heads or the feed-forward layer cannot be cut into equal parts.
+    """
+    mesh = model_mesh(model.config, mesh)
+    return Model(model.config, shard_params(model.config, model.params, mesh), mesh)
+
+
+def shard_params(config: ModelConfig, params: Params, mesh: Mesh | None) -> Params:
+    """Return parameters on the mesh of their model; what lies there already is not copied."""
+    if mesh is None:
+        return params
+    shardings = build_params(config, partial(tensor_sharding, config, mesh))
+    placed: dict[int, jax.Array] = {}  # tied ones once
+
+    def place(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+        if id(array) not in placed:
+            placed[id(array)] = jax.device_put(array, sharding)
+        return placed[id(array)]
+
+    result: Params = jax.tree.map(place, params, shardings)
+    return result
 
 
 def model_dtype(directory: str | Path, dtype: DTypeLike = "auto") -> np.dtype[Any]:
@@ -177,9 +231,9 @@ class _Tensor:
     name: str
     file: Any  # safetensors' `safe_open` has no public type
 
-    def read(self, dtype: DTypeLike) -> jax.Array:
+    def read(self, dtype: DTypeLike, sharding: NamedSharding | None) -> jax.Array:
         values: np.ndarray = self.file.get_tensor(self.name)
-        array: jax.Array = jax.device_put(values.astype(dtype))
+        array: jax.Array = jax.device_put(values.astype(dtype), sharding)
         return array
 
 
@@ -241,7 +295,7 @@ def _is_redundant(name: str) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or name == "lm_head.weight"
 
 
-def build_params(config: ModelConfig, read: Callable[[str], jax.Array]) -> Params:
+def build_params(config: ModelConfig, read: Callable[[str], Any]) -> Params:
     """Make the parameters of the tensors that `read` returns, by the names of `tensor_shapes`."""
     names = tensor_shapes(config)
 

@@ -17,16 +17,19 @@ prompt is split into chunks does not change the result.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
 from ...kernels import kv_write, paged_decode, paged_extend
 from ...kernels.backends import target_device
 from .config import ModelConfig
 from .rope import rope_tables, rotate
+from .tensor_parallel import KV_HEADS, SECOND_AXIS, WHOLE, by_second_axis, on_all
 
 Pool = Float[Array, "blocks kv_heads block_size head_dim"]
 Pools = tuple[Pool, ...]
@@ -99,6 +102,7 @@ def forward(
     v_pools: Pools,
     *,
     decode: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "rows vocab"], Pools, Pools]:
     """Run one step: write the KV of its tokens into the pools, and return logits.
 
@@ -113,27 +117,33 @@ def forward(
         k_pools: key pool of each layer, ``[num_blocks + 1, kv_heads, block_size, head_dim]``.
         v_pools: value pool of each layer, of the same shape.
         decode: use the decode kernel; every row must be one token (T = B, row i is token i).
+        mesh: `Model.mesh` of a model on several devices; static, too.
 
     Returns:
         float32 logits ``[B, vocab]`` (finite but meaningless for padding rows), and the new pools.
     """
-    x, rope = embed(config, params.embedding, batch)
+    x, rope = embed(config, params.embedding, batch, mesh=mesh)
     new_k_pools, new_v_pools = [], []
     for layer, k_pool, v_pool in zip(params.layers, k_pools, v_pools, strict=True):
         x, k_pool, v_pool = compute_layer(
-            config, layer, batch, x, rope, k_pool, v_pool, decode=decode
+            config, layer, batch, x, rope, k_pool, v_pool, decode=decode, mesh=mesh
         )
         new_k_pools.append(k_pool)
         new_v_pools.append(v_pool)
-    logits = compute_logits(config, params.norm, params.lm_head, batch, x)
+    logits = compute_logits(config, params.norm, params.lm_head, batch, x, mesh=mesh)
     return logits, tuple(new_k_pools), tuple(new_v_pools)
 
 
 def embed(
-    config: ModelConfig, embedding: Float[Array, "vocab hidden"], batch: Batch
+    config: ModelConfig,
+    embedding: Float[Array, "vocab hidden"],
+    batch: Batch,
+    *,
+    mesh: Mesh | None,
 ) -> tuple[Float[Array, "tokens hidden"], Rope]:
     """Return the residual stream before the first layer, and the rope tables of all layers."""
-    return embedding[batch.tokens], rope_tables(config.rope, config.head_dim, batch.positions)
+    rope = rope_tables(config.rope, config.head_dim, batch.positions)
+    return on_all(mesh, embedding[batch.tokens]), rope
 
 
 def compute_layer(
@@ -146,19 +156,28 @@ def compute_layer(
     v_pool: Pool,
     *,
     decode: bool,
+    mesh: Mesh | None,
 ) -> tuple[Float[Array, "tokens hidden"], Pool, Pool]:
     """Compute one layer: return the residual stream after it, and its new pools."""
     h = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
     q, k, v = _project_qkv(config, layer, h)
     q, k = rotate(q, *rope), rotate(k, *rope)
-    k_pool, v_pool = kv_write(
-        k.astype(k_pool.dtype), v.astype(v_pool.dtype), batch.slots, k_pool, v_pool
-    )
-    attended = _attend(config, batch, q, k_pool, v_pool, decode=decode)
-    x = x + linear(layer.o_proj, attended.astype(x.dtype).reshape(x.shape[0], -1))
+    attend = partial(_write_and_attend, config.head_dim**-0.5, decode)
+    if mesh is not None:
+        attend = jax.shard_map(
+            attend,
+            mesh=mesh,
+            in_specs=(WHOLE, SECOND_AXIS, *[KV_HEADS] * 4),
+            out_specs=(SECOND_AXIS, KV_HEADS, KV_HEADS),
+            check_vma=False,  # JAX has no references that vary, and kernels write in place
+        )
+    attended, k_pool, v_pool = attend(batch, q, k, v, k_pool, v_pool)
+    attended = attended.astype(x.dtype).reshape(x.shape[0], -1)
+    x = x + on_all(mesh, linear(layer.o_proj, attended))
     h = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
     gate = jax.nn.silu(linear(layer.gate_proj, h))
-    return x + linear(layer.down_proj, gate * linear(layer.up_proj, h)), k_pool, v_pool
+    inner = by_second_axis(mesh, gate * linear(layer.up_proj, h))
+    return x + on_all(mesh, linear(layer.down_proj, inner)), k_pool, v_pool
 
 
 def compute_logits(
@@ -167,9 +186,14 @@ def compute_logits(
     lm_head: Linear,
     batch: Batch,
     x: Float[Array, "tokens hidden"],
+    *,
+    mesh: Mesh | None,
 ) -> Float[Array, "rows vocab"]:
     """Return the float32 logits of each row, from the residual stream after the last layer."""
-    return _matmul(lm_head.weight, rms_norm(x[batch.logit_rows], norm, config.rms_norm_eps))
+    logits = _matmul(lm_head.weight, rms_norm(x[batch.logit_rows], norm, config.rms_norm_eps))
+    if mesh is not None and config.vocab_size % mesh.size == 0:
+        logits = by_second_axis(mesh, logits)  # or XLA would gather the matrix, not the logits
+    return on_all(mesh, logits)
 
 
 def rms_norm(
@@ -223,19 +247,24 @@ def _project_qkv(
     return q, k, v
 
 
-def _attend(
-    config: ModelConfig,
+def _write_and_attend(
+    sm_scale: float,
+    decode: bool,
     batch: Batch,
     q: Float[Array, "tokens q_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
     k_pool: Pool,
     v_pool: Pool,
-    *,
-    decode: bool,
-) -> Float[Array, "tokens q_heads head_dim"]:
-    sm_scale = config.head_dim**-0.5
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Pool, Pool]:
+    """Write the KV of the tokens, and attend, with the heads of one device."""
+    k_pool, v_pool = kv_write(
+        k.astype(k_pool.dtype), v.astype(v_pool.dtype), batch.slots, k_pool, v_pool
+    )
     tables, lengths = batch.block_tables, batch.kv_lengths
     if decode:
-        return paged_decode(q, k_pool, v_pool, tables, lengths, sm_scale=sm_scale)
-    return paged_extend(
-        q, k_pool, v_pool, tables, lengths, batch.q_lengths, batch.q_starts, sm_scale=sm_scale
-    )
+        attended = paged_decode(q, k_pool, v_pool, tables, lengths, sm_scale=sm_scale)
+    else:
+        rows = tables, lengths, batch.q_lengths, batch.q_starts
+        attended = paged_extend(q, k_pool, v_pool, *rows, sm_scale=sm_scale)
+    return attended, k_pool, v_pool

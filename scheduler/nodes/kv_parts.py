@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,6 +44,18 @@ class KVParts:
         self._num_pools = 2 * len(pools)
         self._block_shape = tuple(pools[0].shape[1:])
         self._dtype = str(pools[0].dtype)
+        sharding = runner.arrays.keys[0].sharding
+        device_set: Any = sharding.device_set
+        devices = sorted(device_set, key=lambda device: device.id)
+        # Parts have whole blocks, whatever the devices of the other node.
+        self._part_device = devices[0] if len(devices) > 1 else None
+        if self._part_device is not None and kind == "scatter":
+            with runner.warming_up():  # JAX compiles how to cut an array that lies on one device
+                # 2 n - 1 blocks are cut into pieces of each power of two up to n.
+                for piece in self._copies.exact_pieces(2 * self._copies.max_blocks - 1):
+                    shape = piece.stop - piece.start, *self._block_shape
+                    part = np.zeros(shape, pools[0].dtype)
+                    jax.device_put(jax.device_put(part, self._part_device), sharding)
         self.set_revision(weights_revision)
 
     def set_revision(self, weights_revision: str) -> None:
@@ -69,6 +82,8 @@ class KVParts:
         with self._runner.counting_compilations():
             for ids in self._pieces(blocks):
                 arrays += self._copies.gather(self._runner.arrays, ids, len(ids))
+        if self._part_device is not None:
+            arrays = jax.device_put(arrays, self._part_device)
         return arrays
 
     def write(self, blocks: Sequence[int], arrays: Sequence[PayloadArray]) -> None:

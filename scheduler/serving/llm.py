@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from ...kvcache import EventBatch, HostConfig, Tokens
@@ -58,6 +59,7 @@ class LLM:
         host_memory: int | None = None,
         host: HostConfig | None = None,
         storage: Storage | str | None = None,
+        mesh: Mesh | None = None,
         **options: Any,
     ) -> None:
         """Load a model, allocate its blocks, and compile its programs.
@@ -81,11 +83,14 @@ class LLM:
             host: the host tier in blocks, with its write policy, instead of host_memory.
             storage: URL of the storage, which keeps blocks for later processes, such as
                 ``file:///var/tmp/blocks``; see `open_storage`. Or a storage that the caller closes.
+            mesh: devices that share the model and its KV, such as ``jax.make_mesh((4,), ("tp",))``;
+                see `shard_model`. Default: JAX's default device alone.
             **options: other options of `Engine`, such as ``preempt`` and ``reserve_tokens``.
 
         Raises:
             ModelNotFoundError: if there is no such model, or no network to load it.
             CheckpointError: if the model cannot be loaded.
+            TensorParallelError: if it cannot be cut for the devices of the mesh.
             MissingExtraError: if a library of the extra ``text`` is needed and not installed.
             ConfigError, CountError: for sizes that cannot work, or do not fit the memory.
             StorageError: if the storage cannot be opened.
@@ -93,13 +98,15 @@ class LLM:
         directory = locate_model(model, revision)
         has_tokenizer = (directory / "tokenizer.json").exists()
         self.tokenizer = TextTokenizer(directory) if has_tokenizer else None
-        loaded = load_model(directory, dtype)
+        loaded = load_model(directory, dtype, mesh=mesh)
         embedding = loaded.params.embedding
-        weights = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(loaded.params)}  # some tied
+        weights = {id(leaf): leaf for leaf in jax.tree.leaves(loaded.params)}.values()  # some tied
+        parts = (part.data for leaf in weights for part in leaf.addressable_shards)
         self.sizes = choose_sizes(
             loaded.config,
             embedding.dtype.itemsize,
-            device_memory(embedding, sum(weights.values())),
+            device_memory(embedding, sum(part.nbytes for part in parts)),
+            kv_copies=1 if loaded.mesh is None else loaded.mesh.shape["copies"],
             block_size=block_size,
             num_blocks=num_blocks,
             max_model_len=max_model_len,

@@ -16,12 +16,13 @@ _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 class DeviceMemory(NamedTuple):
-    """Memory of the device that computes.
+    """Memory of the device that computes, or of all devices that share the model.
 
     Attributes:
         platform: JAX's name of the kind of device, such as "cpu".
         num_bytes: memory that JAX may use; of a CPU, that of the machine or of its container.
-        used_bytes: what is in use, with the weights.
+        used_bytes: what is in use, with the weights; the fullest of several devices counts for
+            each.
     """
 
     platform: str
@@ -37,8 +38,9 @@ class EngineSizes:
         block_size, num_blocks, token_budget, max_running, max_model_len: see `Engine`.
         used_bytes: memory in use before the blocks are allocated, most of it the weights.
         bytes_per_block: keys and values of a block in all layers.
-        memory_bytes: memory of the device.
+        memory_bytes: memory of the device, or of all devices that share the model.
         host_blocks: number of blocks of the host tier; 0 for none.
+        kv_copies: number of devices that hold the KV of the same heads.
     """
 
     block_size: int
@@ -50,9 +52,11 @@ class EngineSizes:
     bytes_per_block: int
     memory_bytes: int
     host_blocks: int = 0
+    kv_copies: int = 1
 
     def __str__(self) -> str:
-        total = self.used_bytes + (self.num_blocks + 1) * self.bytes_per_block  # and the padding
+        blocks = (self.num_blocks + 1) * self.bytes_per_block * self.kv_copies  # and the padding
+        total = self.used_bytes + blocks
         host = ""
         if self.host_blocks:
             num_bytes = (self.host_blocks + 1) * self.bytes_per_block
@@ -66,24 +70,25 @@ class EngineSizes:
 
 
 def device_memory(weights: jax.Array, weight_bytes: int) -> DeviceMemory:
-    """Return the memory of the device that holds an array.
+    """Return the memory of the devices that hold an array.
 
     Args:
         weights: any of the parameters.
-        weight_bytes: size of all of them.
+        weight_bytes: size of all of them, on all devices.
 
     Raises:
         ConfigError: if the device does not tell.
     """
-    device = next(iter(weights.devices()))
-    if device.platform == "cpu":
+    devices = list(weights.devices())
+    if devices[0].platform == "cpu":
         return DeviceMemory("cpu", machine_memory(), weight_bytes)
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
-        raise ConfigError(f"{device.device_kind} does not report its memory: choose num_blocks")
-    return DeviceMemory(
-        device.platform, stats["bytes_limit"], max(weight_bytes, stats.get("bytes_in_use", 0))
-    )
+    stats = [device.memory_stats() or {} for device in devices]
+    if any("bytes_limit" not in each for each in stats):
+        kind = devices[0].device_kind
+        raise ConfigError(f"{kind} does not report its memory: choose num_blocks")
+    limit = min(each["bytes_limit"] for each in stats) * len(devices)
+    used = max(each.get("bytes_in_use", 0) for each in stats) * len(devices)
+    return DeviceMemory(devices[0].platform, limit, max(weight_bytes, used))
 
 
 def machine_memory() -> int:
@@ -108,6 +113,7 @@ def choose_sizes(
     memory_fraction: float | None = None,
     host_memory: int | None = None,
     has_storage: bool = False,
+    kv_copies: int = 1,
 ) -> EngineSizes:
     """Return the given sizes, and defaults for the others.
 
@@ -125,6 +131,7 @@ def choose_sizes(
         host_memory: bytes of the host tier; default: none, or with storage as many blocks as the
             device has, in at most a tenth of the machine's memory.
         has_storage: whether there is storage, which needs a host tier.
+        kv_copies: number of devices that hold the KV of the same heads.
 
     Raises:
         ConfigError: for a fraction that is none, or if there is no room for a block.
@@ -138,11 +145,12 @@ def choose_sizes(
     elements_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     bytes_per_block = elements_per_token * block_size * itemsize
     if num_blocks is None:
-        room = (int(fraction * memory.num_bytes) - memory.used_bytes) // bytes_per_block - 1
+        on_devices = bytes_per_block * kv_copies
+        room = (int(fraction * memory.num_bytes) - memory.used_bytes) // on_devices - 1
         if room < 1:  # a block more is the padding
             raise ConfigError(
                 f"the model takes {_bytes(memory.used_bytes)}, and a fraction of {fraction} of "
-                f"{_bytes(memory.num_bytes)} has no room for blocks of {_bytes(bytes_per_block)}"
+                f"{_bytes(memory.num_bytes)} has no room for blocks of {_bytes(on_devices)}"
             )
         longest = min(max_model_len or config.max_positions, room * block_size)
         num_blocks = min(room, max_running * -(-longest // block_size))
@@ -167,6 +175,7 @@ def choose_sizes(
         bytes_per_block=bytes_per_block,
         memory_bytes=memory.num_bytes,
         host_blocks=host_blocks,
+        kv_copies=kv_copies,
     )
 
 

@@ -21,6 +21,7 @@ from radixkv.scheduler.engine.batch_state import DeviceBatch
 from radixkv.scheduler.engine.tier_copies import TierCopies
 from radixkv.scheduler.mixed import MixedScheduler
 from radixkv.scheduler.models import Model, load_model, make_tiny_checkpoint
+from radixkv.scheduler.models.tensor_parallel import pool_sharding, whole
 from radixkv.scheduler.request import GREEDY, Request, SamplingParams
 
 from .small import make_engine, make_requests
@@ -134,12 +135,13 @@ def fresh_runner(
     """Return a runner with the same programs over another manager, and pools full of NaN."""
     other = copy.copy(runner)
     other.manager = manager
-    shapes = jax.eval_shape(lambda: runner.arrays.keys)
+    shapes, mesh = jax.eval_shape(lambda: runner.arrays.keys), runner.model.mesh
+    on_devices: Any = {"device": pool_sharding(mesh)}
     other.arrays = BlockArrays(
-        tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in shapes),
-        tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in shapes),
+        tuple(jnp.full(pool.shape, jnp.nan, pool.dtype, **on_devices) for pool in shapes),
+        tuple(jnp.full(pool.shape, jnp.nan, pool.dtype, **on_devices) for pool in shapes),
     )
-    other._batch = DeviceBatch(runner._batch.num_slots, runner._batch.width)
+    other._batch = DeviceBatch(runner._batch.num_slots, runner._batch.width, whole(mesh))
     tiers = manager.tiers
     other._tiers = None if tiers is None else TierCopies(tiers, other.arrays, storage)
     other._results = deque()

@@ -19,7 +19,13 @@ from radixkv.kvcache.storage import Completion, Kind, Status, StorageOpId
 from radixkv.kvcache.storage.interface import views
 from radixkv.kvcache.tiers.operations import Operation, OpKind
 
-SIZES = {"num_layers": 2, "num_blocks": 6, "kv_heads": 1, "block_size": 2, "head_dim": 4}
+SIZES: dict[str, Any] = {
+    "num_layers": 2,
+    "num_blocks": 6,
+    "kv_heads": 1,
+    "block_size": 2,
+    "head_dim": 4,
+}
 HOST_BLOCKS = 5
 LONG_S = 1_000.0
 

@@ -125,6 +125,17 @@ def add_dtype(parser: Options) -> None:
     )
 
 
+def add_tp(parser: Options) -> None:
+    """Add --tp."""
+    add_count(
+        parser,
+        "--tp",
+        "tensor parallelism: number of devices that share the model and its KV by heads (default: "
+        "1)",
+        required=False,
+    )
+
+
 def add_compilation_cache(parser: Options) -> None:
     """Add --no-compilation-cache; `main` sets the cache of commands that have this option."""
     parser.add_argument(

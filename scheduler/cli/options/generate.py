@@ -19,6 +19,7 @@ from .common import (
     add_preempt,
     add_reserve_tokens,
     add_storage,
+    add_tp,
     check_excludes,
     check_needs,
     check_tiers,
@@ -64,6 +65,7 @@ def add_parser(commands: Commands) -> None:
     )
     add_count(parser, "--max-new-tokens", "maximum number of new tokens per prompt")
     add_dtype(parser)
+    add_tp(parser)
     add_compilation_cache(parser)
     add_count(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
     add_count(
@@ -224,7 +226,7 @@ def check_nodes(arguments: argparse.Namespace) -> None:
         "--disaggregate",
         *("--transport", "--prefill", "--decode", "--gateway", "--secret-file", "--timeout-s"),
     )
-    settings_of_nodes = ("--transport", "--dtype", "--device-blocks", "--depth")
+    settings_of_nodes = ("--transport", "--dtype", "--tp", "--device-blocks", "--depth")
     check_excludes(
         arguments,
         "--gateway",

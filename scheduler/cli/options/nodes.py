@@ -16,6 +16,7 @@ from .common import (
     add_preempt,
     add_reserve_tokens,
     add_storage,
+    add_tp,
     seconds,
 )
 
@@ -64,6 +65,7 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> Options:
         help="name of this node, unique in the deployment (default: %(default)s)",
     )
     add_dtype(parser)
+    add_tp(parser)
     add_compilation_cache(parser)
     add_count(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
     add_count(parser, "--device-blocks", "size of the KV cache in blocks")

@@ -17,6 +17,7 @@ from .common import (
     add_preempt,
     add_reserve_tokens,
     add_storage,
+    add_tp,
     check_excludes,
     check_tiers,
     integer,
@@ -66,6 +67,7 @@ def add_parser(commands: Commands) -> None:
         "http://127.0.0.1:4318/v1/traces (default: no spans)",
     )
     add_dtype(parser)
+    add_tp(parser)
     add_compilation_cache(parser)
     add_kv_events(parser)
     _add_sizes(parser.add_argument_group("sizes of the engine"))

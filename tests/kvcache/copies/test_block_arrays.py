@@ -8,7 +8,13 @@ import pytest
 
 from radixkv.kvcache import BlockArrays, CountError, PoolDTypeError, PoolShapeError
 
-SIZES = {"num_layers": 2, "num_blocks": 3, "kv_heads": 4, "block_size": 5, "head_dim": 6}
+SIZES: dict[str, Any] = {
+    "num_layers": 2,
+    "num_blocks": 3,
+    "kv_heads": 4,
+    "block_size": 5,
+    "head_dim": 6,
+}
 
 
 def test_one_pool_per_layer_with_a_sink():

@@ -1,5 +1,7 @@
 """Compiled copies: compilation at warm-up, and pinned memory."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,7 +98,7 @@ def test_pieces_cover_all_blocks_once_and_in_order():
 
 
 def test_a_write_to_pools_of_bfloat16_copies_none_of_them():
-    shape = {"num_layers": 1, "kv_heads": 1, "block_size": 16, "head_dim": 16}
+    shape: dict[str, Any] = {"num_layers": 1, "kv_heads": 1, "block_size": 16, "head_dim": 16}
     arrays = BlockArrays.zeros(num_blocks=4096, dtype=jnp.dtype("bfloat16"), **shape)
     copies = BlockCopies(arrays, 1, ("scatter", "copy"))
     for kind in (pinning._scatter, pinning._copy):

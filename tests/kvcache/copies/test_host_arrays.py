@@ -1,5 +1,7 @@
 """The memory of the host tier: reads and writes of any dtype, and bytes for storage."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +9,13 @@ import pytest
 from radixkv.kvcache import BlockArrays, CountError, HostArrays
 from radixkv.kvcache.storage.interface import views
 
-SIZES = {"num_layers": 2, "num_blocks": 3, "kv_heads": 4, "block_size": 5, "head_dim": 6}
+SIZES: dict[str, Any] = {
+    "num_layers": 2,
+    "num_blocks": 3,
+    "kv_heads": 4,
+    "block_size": 5,
+    "head_dim": 6,
+}
 POOLS = 4
 DTYPES = [np.float32, np.float16, np.int8, jnp.bfloat16, jnp.float8_e4m3fn]
 

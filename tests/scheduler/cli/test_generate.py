@@ -50,6 +50,20 @@ def test_json_has_the_outputs_in_order(radixkv: Any, model_dir: Path, prompts: P
 
 
 @pytest.mark.slow
+def test_tensor_parallelism(radixkv: Any, model_dir: Path, prompts: Path) -> None:
+    """Several devices are in the tests of the engine; here is what the option does."""
+    arguments = ["generate", model_dir, "--prompts", prompts, *SMALL, "--json", "-"]
+    one = json.loads(radixkv(*arguments).stdout)["outputs"]
+    assert json.loads(radixkv(*arguments, "--tp", 1).stdout)["outputs"] == one
+
+
+def test_more_devices_than_there_are(radixkv: Any, model_dir: Path, prompts: Path) -> None:
+    outcome = radixkv("generate", model_dir, "--prompts", prompts, *SMALL, "--tp", 2)
+    message = "a mesh of 2 devices needs as many in this process, got devices 1"
+    assert (outcome.status, outcome.stderr) == (2, f"radixkv: {message}\n")
+
+
+@pytest.mark.slow
 def test_sizes_do_not_change_the_outputs(radixkv: Any, model_dir: Path, prompts: Path) -> None:
     arguments = ["generate", model_dir, "--prompts", prompts, "--max-new-tokens", 6, "--json", "-"]
     outputs = json.loads(radixkv(*arguments).stdout)["outputs"]

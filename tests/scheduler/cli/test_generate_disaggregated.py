@@ -192,6 +192,7 @@ def test_nodes_may_have_storage_and_park_there(
             for option, value in (
                 ("--transport", "jax"),
                 ("--dtype", "auto"),
+                ("--tp", 2),
                 ("--device-blocks", 9),
                 ("--depth", 2),
             )
@@ -287,13 +288,15 @@ def test_nodes_are_told_their_storage_where_other_users_do_not_see_it(
     monkeypatch.setattr(subprocess, "Popen", start)
     url = (tmp_path / "blocks").as_uri()
     storage = ("--host-blocks", 8, "--storage", url)
-    outcome = radixkv(*arguments, *SIZE, "--disaggregate", *storage, "--dtype", "bfloat16")
+    given = ("--dtype", "bfloat16", "--tp", 2)
+    outcome = radixkv(*arguments, *SIZE, "--disaggregate", *storage, *given)
     assert outcome.status == 1
     assert outcome.stderr.endswith("-0 has ended with status 1: no node\n")
     assert [env["RADIXKV_STORAGE"] for _, env in started] == [f"{url}/prefill-0", f"{url}/decode-0"]
     for line, _ in started:
         assert line[line.index("--storage") + 1] == "env:RADIXKV_STORAGE"
         assert line[line.index("--dtype") + 1] == "bfloat16"
+        assert line[line.index("--tp") + 1] == "2"
         assert not any(url in word for word in line)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from radixkv.scheduler.cli import generate
-from radixkv.scheduler.models import Model, load_model
+from radixkv.scheduler.cli.model_loading import load_model_of_options
+from radixkv.scheduler.models import Model
 from radixkv.scheduler.models.weights_digest import weights_digest
 
 from ...kvcache.storage.redis_server import running
@@ -104,11 +106,11 @@ def test_a_server_that_goes_away_costs_hits_and_nothing_else(
 ) -> None:
     with running() as server:
 
-        def load_without_it(model_dir: Path, dtype: str) -> Model:
+        def load_without_it(options: Namespace) -> Model:
             server.kill()
-            return load_model(model_dir, dtype)
+            return load_model_of_options(options)
 
-        monkeypatch.setattr(generate, "load_model", load_without_it)
+        monkeypatch.setattr(generate, "load_model_of_options", load_without_it)
         url = f"redis://127.0.0.1:{server.port}"
         results = run(radixkv, *arguments, "--host-blocks", 32, "--storage", url)
     assert results["outputs"] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -40,9 +41,18 @@ PER_TOKEN = 2 * 2 * 2 * 16 * 4
     block_size=st.integers(1, 256),
     max_running=st.none() | st.integers(1, 256),
     max_model_len=st.none() | st.integers(1, 8192),
+    kv_copies=st.integers(1, 4),
 )
 def test_weights_and_blocks_fit_the_memory(
-    config, platform, num_bytes, used_bytes, fraction, block_size, max_running, max_model_len
+    config,
+    platform,
+    num_bytes,
+    used_bytes,
+    fraction,
+    block_size,
+    max_running,
+    max_model_len,
+    kv_copies,
 ):
     memory = DeviceMemory(platform, num_bytes, used_bytes)
     limit = fraction or (0.3 if platform == "cpu" else 0.9)
@@ -56,19 +66,21 @@ def test_weights_and_blocks_fit_the_memory(
             max_running=max_running,
             max_model_len=max_model_len,
             memory_fraction=fraction,
+            kv_copies=kv_copies,
         )
 
     bytes_per_block = PER_TOKEN * block_size
-    if used_bytes + 2 * bytes_per_block > int(limit * num_bytes):  # a block, and the padding
+    on_devices = kv_copies * bytes_per_block
+    if used_bytes + 2 * on_devices > int(limit * num_bytes):  # a block, and the padding
         with pytest.raises(ConfigError):
             choose()
         return
     chosen = choose()
     assert chosen.bytes_per_block == bytes_per_block
-    taken = used_bytes + (chosen.num_blocks + 1) * bytes_per_block
+    taken = used_bytes + (chosen.num_blocks + 1) * on_devices
     assert taken <= limit * num_bytes
     most = chosen.max_running * -(-chosen.max_model_len // block_size)
-    is_full = taken + bytes_per_block > int(limit * num_bytes)
+    is_full = taken + on_devices > int(limit * num_bytes)
     assert is_full or chosen.num_blocks == most
     assert chosen.num_blocks <= most or max_model_len is None
     assert chosen.max_running <= chosen.token_budget or max_running is not None
@@ -90,10 +102,10 @@ def test_sizes_that_are_given_are_taken(config):
     )
     found = (chosen.num_blocks, chosen.token_budget, chosen.max_running, chosen.max_model_len)
     assert found == (10**6, 64, 3, 8192)
-    assert str(chosen) == (
-        "512 MiB of weights and 1,000,000 blocks of 8 tokens take 2.41 GiB of 1 GiB (241%); "
-        "3 requests at a time, of up to 8,192 tokens, 64 tokens per step"
-    )
+    rest = "3 requests at a time, of up to 8,192 tokens, 64 tokens per step"
+    weights = "512 MiB of weights and 1,000,000 blocks of 8 tokens take"
+    assert str(chosen) == f"{weights} 2.41 GiB of 1 GiB (241%); {rest}"
+    assert str(replace(chosen, kv_copies=2)) == f"{weights} 4.31 GiB of 1 GiB (431%); {rest}"
 
 
 def test_no_room(config):
@@ -128,9 +140,10 @@ class FakeArray:
 
     def __init__(self, stats: dict[str, int] | None) -> None:
         self._stats = stats
+        self.others: list[FakeArray] = []
 
     def devices(self) -> set[FakeArray]:
-        return {self}
+        return {self, *self.others}
 
     def memory_stats(self) -> dict[str, int] | None:
         return self._stats
@@ -139,6 +152,10 @@ class FakeArray:
 def test_the_memory_of_a_gpu():
     array = FakeArray({"bytes_limit": 100, "bytes_in_use": 30})
     assert device_memory(array, 20) == DeviceMemory("gpu", 100, 30)  # type: ignore[arg-type]
+    # The smallest and the fullest of several devices count for each.
+    array.others = [FakeArray({"bytes_limit": 90, "bytes_in_use": 40})]
+    assert device_memory(array, 20) == DeviceMemory("gpu", 180, 80)  # type: ignore[arg-type]
+    assert device_memory(array, 85) == DeviceMemory("gpu", 180, 85)  # type: ignore[arg-type]
     nothing: dict[str, int] = {}
     for stats in (None, nothing):
         text = "^GPU X does not report its memory: choose num_blocks$"
