@@ -73,7 +73,7 @@ if SEES_ASYNC_RACES:  # 0.10 simulates 15 times slower: `TestRaces` alone, which
         @pytest.mark.slow
         def test_parts_of_larger_blocks_in_splits_for_two_tiles_of_heads(self):
             check_decode(
-                latent_mosaic, lengths, heads=65, block_size=128, dtype="float16", config=TWO
+                latent_mosaic, [0, 129], heads=65, block_size=128, dtype="float16", config=TWO
             )
 
         @pytest.mark.slow
