@@ -3,7 +3,8 @@
 ::
 
     mosaic   Pallas Mosaic GPU kernels, for NVIDIA GPUs of compute capability 9.0 (Hopper)
-    xla      jnp, everywhere: CPUs, other GPUs, float32 attention, shapes that fit no tile
+    xla      jnp, everywhere: CPUs, other GPUs, float32 attention, shapes that fit no tile;
+             attention in small steps on CPUs, in few large ones (`batched_attention`) on GPUs
 
 There is no Triton backend. Mosaic is faster on Hopper, XLA works elsewhere, and Pallas on Triton is
 deprecated since JAX 0.11 ("will be removed in a future version").
@@ -65,6 +66,11 @@ def compiler_options() -> dict[str, str | bool] | None:
     if _COPIES_BFLOAT16 and target_device().platform == "cpu":
         return {"xla_disable_hlo_passes": "float-normalization-bf16"}
     return None
+
+
+def is_gpu() -> bool:
+    """Whether the target device is a GPU, of any maker."""
+    return target_device().platform in ("gpu", "cuda", "rocm")
 
 
 def why_not_mosaic(unsupported: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The jnp backend of latent attention: paged attention whose pool of values is that of keys.
+"""The XLA backend of latent attention: paged attention whose pool of values is that of keys.
 
 The product with the weights also has the columns past `value_dim`, an eighth more for DeepSeek's
 latents; a narrower copy of the pool would cost more.
@@ -9,9 +9,12 @@ from functools import partial
 import jax
 from jaxtyping import Array, Float, Int32
 
+from ..backends import is_gpu
 from ..online_softmax import AttentionOptions
-from ..paged_decode.xla import decode as paged_decode
-from ..paged_extend.xla import extend as paged_extend
+from ..paged_decode.batched import decode as decode_batched
+from ..paged_decode.xla import decode as decode_xla
+from ..paged_extend.batched import extend as extend_batched
+from ..paged_extend.xla import extend as extend_xla
 
 
 @partial(jax.jit, static_argnames=("options", "value_dim"))
@@ -24,6 +27,7 @@ def decode(
     value_dim: int,
 ) -> tuple[Float[Array, "batch q_heads value_dim"], Float[Array, "batch q_heads"]]:
     """`latent_decode` without its checks."""
+    paged_decode = decode_batched if is_gpu() else decode_xla
     out, lse = paged_decode(q, latents, latents, block_tables, lengths, None, options)
     return out[..., :value_dim], lse
 
@@ -41,5 +45,6 @@ def extend(
 ) -> tuple[Float[Array, "tokens q_heads value_dim"], Float[Array, "tokens q_heads"]]:
     """`latent_extend` without its checks."""
     rows = block_tables, kv_lengths, q_lengths, q_starts
+    paged_extend = extend_batched if is_gpu() else extend_xla
     out, lse = paged_extend(q, latents, latents, *rows, None, options)
     return out[..., :value_dim], lse

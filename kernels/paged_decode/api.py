@@ -11,9 +11,10 @@ from ..argument_checks import (
     check_queries,
     check_scales,
 )
-from ..backends import Backend, choose_backend, target_device
+from ..backends import Backend, choose_backend, is_gpu, target_device
 from ..online_softmax import check_options
 from ..tuning import bucket, tuned
+from .batched import decode as decode_batched
 from .config import DecodeConfig, choose_config, unsupported
 from .xla import decode as decode_xla
 
@@ -137,7 +138,8 @@ def paged_decode(
             return_lse=return_lse,
         )
     else:
-        out, lse = decode_xla(q, k_blocks, v_blocks, block_tables, lengths, sinks, options, scales)
+        decode = decode_batched if is_gpu() else decode_xla
+        out, lse = decode(q, k_blocks, v_blocks, block_tables, lengths, sinks, options, scales)
     if return_lse:
         assert lse is not None
         return out, lse

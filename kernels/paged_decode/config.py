@@ -13,6 +13,16 @@ CHUNK_TOKENS = 512
 STEP_BYTES = 2**21
 """Keys of one loop step of the jnp backend in float32, which should stay in the CPU's cache."""
 
+# Not measured on a GPU. A small step lasts about as long as its launches.
+BATCHED_CHUNK_TOKENS = 256
+"""KV tokens of a work item of the XLA backend on GPUs; row lengths are rounded up to it."""
+
+BATCHED_SMALL_STEP_BYTES = 2**25
+"""Memory of a small step of the XLA backend on GPUs."""
+
+BATCHED_STEP_BYTES = 2**28
+"""Memory of a step of the XLA backend on GPUs: keys, values, logits and weights."""
+
 WGMMA_ROWS = 64
 """Rows of a WGMMA tile, to which the queries of a KV head are padded."""
 

@@ -12,10 +12,11 @@ from ..argument_checks import (
     check_queries,
     check_scales,
 )
-from ..backends import Backend, choose_backend, target_device
+from ..backends import Backend, choose_backend, is_gpu, target_device
 from ..online_softmax import check_options
 from ..paged_decode.api import config_for as decode_config_for
 from ..tuning import bucket, tuned
+from .batched import extend as extend_batched
 from .config import ExtendConfig, choose_config, unsupported
 from .xla import extend as extend_xla
 
@@ -156,7 +157,8 @@ def paged_extend(
             decode_config=decode_config,
         )
     else:
-        out, lse = extend_xla(*arrays, options, scales)
+        extend = extend_batched if is_gpu() else extend_xla
+        out, lse = extend(*arrays, options, scales)
     if return_lse:
         assert lse is not None
         return out, lse

@@ -11,6 +11,13 @@ CHUNK_TOKENS = 256
 TILE_TOKENS = 64
 """Query tokens of a tile of the jnp backend, which read each chunk of KV together."""
 
+# Not measured on a GPU. Logits go through memory: larger tiles read KV less often, but a short row
+# fills less of its tile.
+BATCHED_CHUNK_TOKENS = 512
+"""KV tokens of a work item of the XLA backend on GPUs."""
+BATCHED_TILE_ROWS = 256
+"""Matrix rows of a tile of the XLA backend on GPUs: tokens times queries that share a KV head."""
+
 ALIGNMENT = 8
 """Tokens. A tile starts at a multiple of it, the height of a swizzle tile of shared memory."""
 COLUMNS = 64

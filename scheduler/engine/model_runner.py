@@ -389,7 +389,7 @@ class ModelRunner:
 def _choose_attention(
     model: Model, arrays: BlockArrays, num_tokens: int, num_rows: int
 ) -> AttentionBackend:
-    """Return the backend of attention; warn if an accelerator has to run the portable code."""
+    """Return the backend of attention; warn if an accelerator has no kernel for it."""
     config, pool = model.config, arrays.keys[0]
     num_heads = config.num_heads // (1 if model.mesh is None else model.mesh.size)
     made: Any = jax.ShapeDtypeStruct  # has no types in some versions
@@ -397,7 +397,7 @@ def _choose_attention(
     pool = made(pool.sharding.shard_shape(pool.shape), pool.dtype)  # of one device
     attention, device = attention_backend(q, pool, num_rows), target_device()
     if attention.backend == "xla" and device.platform != "cpu":
-        text = f"{device.name} computes attention with portable code, which is slow on it"
+        text = f"{device.name} computes attention by XLA, without a kernel made for it"
         warnings.warn(f"{text}: {attention.reason}", stacklevel=4)  # where the engine is made
     return attention
 

@@ -32,7 +32,7 @@ class EngineStats:
 
     Attributes:
         dtype: dtype of the parameters and of the KV.
-        attention_backend: "mosaic" for the Hopper kernels, "xla" for the portable code.
+        attention_backend: "mosaic" for the Hopper kernels, "xla" for jnp code.
         attention_reason: why this backend is used.
         steps: number of model steps.
         padding_tokens: padding tokens computed to fill the compiled shapes.

@@ -142,7 +142,7 @@ def test_nodes_refuse_them_too(model, node, options, error, text):
         TargetDevice("AMD Instinct MI300X", None, 304, "gpu"),
     ],
 )
-def test_a_gpu_that_runs_portable_attention_gets_one_warning(model, monkeypatch, device):
+def test_a_gpu_without_a_kernel_of_attention_gets_one_warning(model, monkeypatch, device):
     for module in (backends, model_runner):
         monkeypatch.setattr(module, "target_device", lambda: device)
     monkeypatch.setattr(programs, "_compile", lambda lowerings: {})  # for this machine
@@ -150,7 +150,7 @@ def test_a_gpu_that_runs_portable_attention_gets_one_warning(model, monkeypatch,
     with pytest.warns(UserWarning) as caught:
         serving = Engine(model("llama"), **SIZES)
     assert [str(each.message) for each in caught] == [
-        f"{device.name} computes attention with portable code, which is slow on it: {reason}"
+        f"{device.name} computes attention by XLA, without a kernel made for it: {reason}"
     ]
     assert caught[0].filename == __file__
     stats = serving.stats()

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from .lowering import H100
+from .lowering import A100, H100
 
 PLATFORMS = {
     "cpu": AbstractDevice(device_kind="cpu", num_cores=None, platform="cpu"),
-    "a100": AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu"),
+    "a100": A100,
     "h100": H100,
 }
 

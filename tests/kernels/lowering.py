@@ -31,6 +31,9 @@ from jax.sharding import (
 )
 
 H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+A100 = AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
+OTHER_GPUS = {"8.0": A100.device_kind, "8.9": "NVIDIA L40S", "10.0": "NVIDIA B200"}
+"""GPUs on which no Mosaic kernel runs, by compute capability."""
 SHARED_MEMORY_BYTES = 227 * 1024  # of one thread block
 
 WHEELS = {
@@ -84,7 +87,12 @@ def shaped(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
 
 def on_h100():
     """Context manager: functions are traced for an H100."""
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=H100))
+    return on_device(H100)
+
+
+def on_device(device: AbstractDevice):
+    """Context manager: functions are traced for a device, and run where their arguments are."""
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def lowered_for_h100(function, *args, donate_argnums=()) -> str:
@@ -108,27 +116,42 @@ def missing_wheel() -> str | None:
 
 def compile_for_h100(function, *args, donate_argnums=()) -> Compiled:
     """Compile `function` to sm_90a; skip the test if a compiler is missing."""
+    with tempfile.TemporaryDirectory() as dump, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOSAIC_GPU_DUMP_TO", dump)
+        executable = _compile(_config(), function, args, donate_argnums)
+        return _report(Path(dump), executable.memory_analysis())
+
+
+def compile_for_other_gpu(capability: str, function, *args):
+    """Compile `function` for one of `OTHER_GPUS`; skip the test if a compiler is missing.
+
+    XLA takes the numbers of cores and of bytes of an H100, on which its choices hardly depend.
+    """
+    major, minor = capability.split(".")
+    hopper = "major: 9 feature_extension: ACCELERATED_FEATURES"
+    config = _config().replace(hopper, f"major: {major} minor: {minor}")
+    return _compile(config.replace(H100.device_kind, OTHER_GPUS[capability]), function, args)
+
+
+def _config() -> str:
+    return Path(__file__).with_name("h100.txtpb").read_text()
+
+
+def _compile(config: str, function, args, donate_argnums=()):
+    """Compile for the GPU of the config."""
     assert marked, "a test that compiles needs the marker sm_90a"
     if wheel := missing_wheel():
         reason = f"not compiled: {wheel} is not installed"
         if "RADIXKV_MUST_COMPILE" in os.environ:
             pytest.fail(reason)
         pytest.skip(reason)
-    config = Path(__file__).with_name("h100.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("device",))
     sharding = NamedSharding(mesh, PartitionSpec())
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     jitted = jax.jit(function, donate_argnums=donate_argnums)
-    with (
-        tempfile.TemporaryDirectory() as dump,
-        pytest.MonkeyPatch.context() as patch,
-        _no_cache_of_programs(),
-    ):
-        patch.setenv("MOSAIC_GPU_DUMP_TO", dump)
-        with use_abstract_mesh(mesh.abstract_mesh):
-            executable = jitted.lower(*args).compile()
-        return _report(Path(dump), executable.memory_analysis())
+    with _no_cache_of_programs(), use_abstract_mesh(mesh.abstract_mesh):
+        return jitted.lower(*args).compile()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
@@ -27,6 +28,11 @@ from radixkv.kernels import (
     paged_extend,
     scatter_blocks,
 )
+from radixkv.kernels.batched_attention import BatchSizes
+from radixkv.kernels.online_softmax import AttentionOptions
+from radixkv.kernels.paged_decode.batched import decode as batched_decode
+from radixkv.kernels.paged_extend.batched import SIZES
+from radixkv.kernels.paged_extend.batched import extend as batched_extend
 
 HEADS = P(None, "tp")
 """Of queries, new keys, pools and staging, and of the scales of quantised pools."""
@@ -68,6 +74,12 @@ def cases() -> dict[str, tuple[Callable[..., Any], list[Any], list[P], Any]]:
         return paged_extend(q, k, v, table, *rows, sm_scale=0.1, return_lse=True, **given)
 
     latents = {"sm_scale": 0.1, "value_dim": 48, "return_lse": True}
+    attention = AttentionOptions(0.1, None, None)
+
+    def on_gpus(kernel: Any, sizes: BatchSizes, *args: Any) -> Any:
+        *read, sinks, scales = args
+        return kernel(*read, sinks, attention, (scales, scales), sizes)
+
     one = [table, int32(*LENGTHS)]
     many = [*one, int32(*NEW), int32(0, 1, 6)]
     options, of_options = [sinks, scales], [P("tp"), HEADS]
@@ -96,6 +108,18 @@ def cases() -> dict[str, tuple[Callable[..., Any], list[Any], list[P], Any]]:
             lambda *args: latent_extend(*args, **latents),
             [ragged, k[:, :1], *many],
             [HEADS] + [ALL] * 5,
+            (HEADS, HEADS),
+        ),
+        "decode on GPUs, a loop": (
+            partial(on_gpus, batched_decode, BatchSizes(8, 1, 1)),
+            [q, *quantised, *one, *options],
+            [HEADS] * 3 + [ALL] * 2 + of_options,
+            (HEADS, HEADS),
+        ),
+        "extend on GPUs": (
+            partial(on_gpus, batched_extend, SIZES),
+            [ragged, *quantised, *many, *options],
+            [HEADS] * 3 + [ALL] * 4 + of_options,
             (HEADS, HEADS),
         ),
         "decode, rows too": (

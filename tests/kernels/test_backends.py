@@ -1,15 +1,45 @@
 """Choice of the backend by device, and the errors of unsupported requests."""
 
 import importlib.util
+import re
 import sys
+from functools import partial
+from itertools import product
+from pathlib import Path
 
 import jax
 import pytest
+from jax.sharding import AbstractDevice
 
-from radixkv.kernels import KernelArgumentError, attention_backend, backends, compiler_options
+from radixkv.kernels import (
+    KernelArgumentError,
+    attention_backend,
+    backends,
+    compiler_options,
+    paged_decode,
+    paged_extend,
+)
 from radixkv.kernels.backends import choose_backend, target_device
+from radixkv.kernels.paged_decode import api as decode_api
+from radixkv.kernels.paged_decode import mosaic as decode_mosaic
+from radixkv.kernels.paged_extend import api as extend_api
+from radixkv.kernels.paged_extend import mosaic as extend_mosaic
 
-from .lowering import H100, on_h100, shaped
+from .lowering import H100, on_device, on_h100, shaped
+
+DOCUMENTATION = Path(__file__).parents[2] / "docs" / "gpu_kernels.md"
+
+
+def documented() -> list[list[str]]:
+    """Cells of the rows of the table of devices."""
+    table = DOCUMENTATION.read_text().partition("| Device | Queries |")[2].partition("\n\n")[0]
+    return [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
+
+
+def documented_head_dims() -> list[list[str]]:
+    """The head_dims of the last two columns."""
+    head = DOCUMENTATION.read_text().partition("| Device | Queries |")[2].partition("\n")[0]
+    return [re.findall(r"\d+", column) for column in head.strip("| ").split(" | ")]
 
 
 class TestTarget:
@@ -113,6 +143,52 @@ class TestAttention:
         with on_h100():
             assert self.backend(**arguments) == ("xla", reason)
             assert self.backend(q_heads=32).backend == "mosaic"
+
+    @pytest.mark.parametrize("row", documented())
+    def test_what_the_documentation_says_is_what_runs(self, row, monkeypatch):
+        """Each function is replaced by its name; a table in `docs/gpu_kernels.md` expects one."""
+        devices, dtypes, *expected = row
+        packages = {"decode": decode_mosaic, "extend": extend_mosaic}
+        ran = []
+
+        def named(name):
+            def attend(q, *_, **__):
+                ran.append(name)
+                return q, None
+
+            return attend
+
+        for operation, mosaic in packages.items():
+            monkeypatch.setattr(mosaic, operation, named("Mosaic"))
+            api = {"decode": decode_api, "extend": extend_api}[operation]
+            monkeypatch.setattr(api, f"{operation}_batched", named("XLA, large"))
+            monkeypatch.setattr(api, f"{operation}_xla", named("XLA, small"))
+        for kind, dtype, (head_dims, name) in product(
+            devices.split(", "),
+            dtypes.split(", "),
+            zip(documented_head_dims(), expected, strict=True),
+        ):
+            gpu = kind != "cpu"
+            device = AbstractDevice(
+                device_kind=f"NVIDIA {kind}" if gpu else kind, num_cores=100,
+                platform="gpu" if gpu else "cpu",
+            )  # fmt: skip
+            for head_dim in map(int, head_dims):
+                ran.clear()
+                blocks, rows = shaped((9, 2, 16, head_dim), dtype), shaped((4,), "int32")
+                read = (
+                    shaped((4, 8, head_dim), dtype),
+                    blocks,
+                    blocks,
+                    shaped((4, 3), "int32"),
+                    rows,
+                )
+                with on_device(device):
+                    jax.eval_shape(partial(paged_decode, sm_scale=1.0), *read)
+                    jax.eval_shape(partial(paged_extend, sm_scale=1.0), *read, rows, rows)
+                    reported = attention_backend(*read[:2], 4).backend
+                assert ran == [name, name], (kind, dtype, head_dim)
+                assert reported == {"Mosaic": "mosaic"}.get(name, "xla")
 
     def test_other_devices(self):
         with jax.default_device("cpu"):

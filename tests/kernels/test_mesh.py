@@ -89,7 +89,7 @@ def test_four_devices_compute_what_one_does():
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     differences = json.loads(done.stdout)
-    assert len(differences) == 12
+    assert len(differences) == 14
     assert {name: value for name, value in differences.items() if value > 1e-6} == {}
 
 

@@ -38,6 +38,7 @@ def check(
     heads=Heads(),  # noqa: B008
     block_size=4,
     width=None,
+    attend=paged_extend,
     **options,
 ):
     """Compare output and lse with the oracle, on NaN-poisoned pools, on one ragged batch.
@@ -63,7 +64,7 @@ def check(
         num_tokens = q_starts[row] + q_lengths[row]
     q_starts[np.equal(q_lengths, 0)] = -1, 10**6
     q = make_queries(rng, num_tokens, heads, dtype)
-    attend = jax.jit(partial(paged_extend, sm_scale=SM_SCALE, return_lse=True, **options))
+    attend = jax.jit(partial(attend, sm_scale=SM_SCALE, return_lse=True, **options))
     rows = int32(kv_lengths), int32(q_lengths), int32(q_starts)
     pools = cache.k_blocks, cache.v_blocks, cache.block_tables
     out, lse = attend(q, *pools, *rows, **cache.scales)

@@ -4,6 +4,7 @@ A row of a table changes on purpose, together with the kernel. TF32, for one, ha
 CPU, where the other tests run.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from types import ModuleType
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.kernels import online_softmax, paged_decode, paged_extend
+from radixkv.kernels import batched_attention, online_softmax, paged_decode, paged_extend
 from radixkv.kernels.online_softmax import AttentionOptions
+from radixkv.kernels.paged_decode import batched as decode_batched
 from radixkv.kernels.paged_decode import mosaic as decode_mosaic
 from radixkv.kernels.paged_decode import xla as decode_xla
 from radixkv.kernels.paged_decode.config import DecodeConfig
@@ -25,7 +27,7 @@ from radixkv.kernels.paged_extend import xla as extend_xla
 from radixkv.kernels.paged_extend.config import ExtendConfig
 
 from . import oracle
-from .arithmetic import PLATFORMS, Arithmetic, arithmetic
+from .arithmetic import Arithmetic, arithmetic
 from .lowering import shaped
 from .planted import planted_below
 from .problems import Heads, int32, make_cache, make_queries
@@ -41,6 +43,18 @@ Case = tuple[str, str, str]
 # rounds weights for the second product, and numbers of quantised pools.
 DECODE = Arithmetic({HIGHEST: 2}, {}, roundings=1)
 EXTEND = Arithmetic({HIGHEST: 4}, {}, roundings=2)
+
+
+def on_gpus(logits: str, output: str) -> tuple[Arithmetic, Arithmetic]:
+    """XLA on GPUs: the weights are rounded, too. There are two programs, or three for tiles."""
+    by_default = (f"{dtype}, {dtype} -> float32 at default" for dtype in (logits, output))
+    decode, extend = Counter[str](), Counter[str]()
+    for product in by_default:
+        decode[product] += 2
+        extend[product] += 5
+    return Arithmetic(decode, {}, roundings=3), Arithmetic(extend, {}, roundings=7)
+
+
 ARITHMETIC: dict[Case, tuple[Arithmetic, Arithmetic]] = {
     # Platform, queries and pools. Weights of quantised values are bfloat16 for any queries.
     ("h100", "bfloat16", "bfloat16"): (
@@ -64,13 +78,23 @@ ARITHMETIC: dict[Case, tuple[Arithmetic, Arithmetic]] = {
         Arithmetic({F16: 7, BF16: 1}, {}, roundings=17),
     ),
     **{
-        (platform, "float32", pool): (DECODE._replace(roundings=0), EXTEND._replace(roundings=0))
-        for platform in PLATFORMS
+        ("cpu", "float32", pool): (DECODE._replace(roundings=0), EXTEND._replace(roundings=0))
         for pool in ("float32", "int8", "float8_e4m3fn")
     },
     **{
-        (platform, dtype, pool): (DECODE, EXTEND)
-        for platform in ("cpu", "a100")
+        ("cpu", dtype, pool): (DECODE, EXTEND)
+        for dtype in ("bfloat16", "float16")
+        for pool in (dtype, "int8", "float8_e4m3fn")
+    },
+    **{
+        (platform, "float32", pool): (
+            Arithmetic({HIGHEST: 4}, {}, roundings=0), Arithmetic({HIGHEST: 10}, {}, roundings=0)
+        )
+        for platform in ("a100", "h100")
+        for pool in ("float32", "int8", "float8_e4m3fn")
+    },
+    **{
+        ("a100", dtype, pool): on_gpus(dtype, dtype if dtype == pool else "bfloat16")
         for dtype in ("bfloat16", "float16")
         for pool in (dtype, "int8", "float8_e4m3fn")
     },
@@ -123,6 +147,21 @@ def jnp_extend(module: ModuleType) -> Arithmetic:
     return arithmetic("a100", lambda *args: module.extend(*args, OPTIONS), *args)
 
 
+def batched_decode(module: ModuleType) -> Arithmetic:
+    args = (*decode_arguments("float16", "int8"), SINKS)
+    scales = (shaped((100, 8), "float32"),) * 2
+
+    def decode(args: Any, scales: Any) -> Any:
+        return module.decode(*args, OPTIONS, scales)
+
+    return arithmetic("a100", decode, args, scales)
+
+
+def batched_decode_float32(module: ModuleType) -> Arithmetic:
+    args = (*decode_arguments("float32", "float32"), SINKS)
+    return arithmetic("a100", lambda *args: module.decode(*args, OPTIONS), *args)
+
+
 def mosaic_extend(module: ModuleType) -> Arithmetic:
     extend = partial(
         module.extend_tiles, options=OPTIONS, return_lse=True, config=ExtendConfig(132, 128, 2)
@@ -140,6 +179,8 @@ def mosaic_decode(module: ModuleType) -> Arithmetic:
 KERNELS: dict[str, tuple[Callable[[ModuleType], Arithmetic], ModuleType, ModuleType]] = {
     "jnp decode": (jnp_decode, decode_xla, online_softmax),
     "jnp extend": (jnp_extend, extend_xla, online_softmax),
+    "decode on GPUs": (batched_decode, decode_batched, batched_attention),
+    "decode on GPUs in float32": (batched_decode_float32, decode_batched, batched_attention),
     "mosaic decode": (mosaic_decode, decode_mosaic, online_softmax),
     "mosaic extend": (mosaic_extend, extend_mosaic, consumer),
 }
@@ -177,6 +218,23 @@ BUGS: dict[str, tuple[str, str, str]] = {
         "jnp decode", "head_dim).astype(jnp.float32)", "head_dim)"
     ),
     "jnp extend: queries stay bfloat16": ("jnp extend", "q.astype(jnp.float32)", "q"),
+    "decode on GPUs: products in TF32": (
+        "decode on GPUs in float32", "lax.Precision.HIGHEST if dtype", "None if dtype"
+    ),
+    "decode on GPUs: accumulation in bfloat16": (
+        "decode on GPUs", "preferred_element_type=jnp.float32", "preferred_element_type=dtype"
+    ),
+    "decode on GPUs: weights of quantised values in float16": (
+        "decode on GPUs", "q.dtype if wide else jnp.dtype(jnp.bfloat16)", "q.dtype"
+    ),
+    "decode on GPUs: softmax in bfloat16": (
+        "decode on GPUs", "jnp.exp(logits - peak[..., None])",
+        "jnp.exp(jnp.bfloat16(logits - peak[..., None]))",
+    ),
+    "decode on GPUs: the merge in bfloat16": (
+        "decode on GPUs", "jnp.exp(peaks - peak[:, None])",
+        "jnp.exp(jnp.bfloat16(peaks - peak[:, None]))",
+    ),
     "mosaic decode: softmax in bfloat16": (
         "mosaic decode", "= jnp.exp2(logits - ", "= jnp.exp2(jnp.bfloat16(logits) - "
     ),

@@ -6,7 +6,7 @@ for a size without an entry in `EDGES`, so a new one cannot do without.
 
 import ast
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from radixkv import kernels
-from radixkv.kernels import mosaic_limits
+from radixkv.kernels import batched_attention, mosaic_limits
 from radixkv.kernels.block_copy import config as copy_config
 from radixkv.kernels.block_copy import mosaic as copy_mosaic
 from radixkv.kernels.kv_write import config as write_config
@@ -26,9 +26,11 @@ from radixkv.kernels.kv_write import mosaic as write_mosaic
 from radixkv.kernels.latent_attention import config as latent_config
 from radixkv.kernels.latent_attention import mosaic as latent_mosaic
 from radixkv.kernels.online_softmax import AttentionOptions
+from radixkv.kernels.paged_decode import batched as decode_batched
 from radixkv.kernels.paged_decode import config as decode_config
 from radixkv.kernels.paged_decode import mosaic as decode_mosaic
 from radixkv.kernels.paged_decode import xla as decode_xla
+from radixkv.kernels.paged_extend import batched as extend_batched
 from radixkv.kernels.paged_extend import config as extend_config
 from radixkv.kernels.paged_extend import work_list
 from radixkv.kernels.paged_extend import xla as extend_xla
@@ -167,6 +169,53 @@ def extend_uneven_chunk(module: ModuleType, distance: int) -> None:
     chunk = extend_config.CHUNK_TOKENS // 3 * 3
     edges = [edge + distance for edge in (chunk, 2 * chunk)]
     check_jnp_extend(module, [(edge, 2) for edge in edges for _ in "ab"], 3, None)
+
+
+@cache
+def batched(module: ModuleType, operation: ModuleType) -> ModuleType:
+    """A copy of an operation on GPUs that uses `module`, one of `batched_attention`."""
+    copy = planted(operation, {})
+    vars(copy)["attend_tiles"] = module.attend_tiles
+    return copy
+
+
+@cache
+def batched_in_steps(module: ModuleType, small: int, whole: int) -> ModuleType:
+    """The same of decode, with chunks of 4 tokens and steps of so many of them."""
+    copy = planted(decode_batched, {})
+    chunk_bytes = 4 * (2 * 4 * 4 + 4 + 4 + 4)  # of one head of 4 numbers, and one query
+    sizes = batched_attention.BatchSizes(4, small * chunk_bytes, whole * chunk_bytes)
+    vars(copy).update(attend_tiles=module.attend_tiles, decode=partial(copy.decode, sizes=sizes))
+    return copy
+
+
+def batched_decode_chunk(module: ModuleType, distance: int) -> None:
+    chunk = decode_config.BATCHED_CHUNK_TOKENS
+    starts = [chunk, 2 * chunk, chunk + WINDOW, 2 * chunk + WINDOW, 3 * chunk - 8]
+    lengths = [0, *(start + distance for start in starts), 1]
+    check_jnp_decode(batched(module, decode_batched), lengths, 4, 3 * chunk)
+
+
+def batched_decode_step(module: ModuleType, distance: int) -> None:
+    """About as many chunks as a small step has, a whole one, and two of these."""
+    small, whole = 6, 12
+    decode = batched_in_steps(module, small, whole)
+    for chunks in (small, whole, 2 * whole):
+        lengths = [5, 0, 4 * (chunks + distance - 4) - 1, 1, 4]
+        check_jnp_decode(decode, lengths, 4, 4 * 2 * whole)
+
+
+def batched_extend_chunk(module: ModuleType, distance: int) -> None:
+    """A tile's first and last token at the edge of a chunk, and a window that begins there."""
+    chunk = extend_config.BATCHED_CHUNK_TOKENS + distance
+    extend = batched(module, extend_batched)
+    check_jnp_extend(extend, [(chunk, 2), (chunk + 10, 12), (chunk - 3, 5), (9, 9)], 4, None)
+    check_jnp_extend(extend, [(chunk + WINDOW // 2, 2), (chunk, 60), (chunk, 1)], 4, WINDOW // 2)
+
+
+def batched_extend_tile(module: ModuleType, distance: int) -> None:
+    tile = extend_config.BATCHED_TILE_ROWS + distance
+    check_jnp_extend(module, [(tile, tile), (tile + 200, tile), (9, 3), (70, 1)], 4, None)
 
 
 def largest_group_of_decode(module: ModuleType, distance: int) -> None:
@@ -375,12 +424,17 @@ EDGES = {
     "latent_attention.STAGES": Edge(latent_config, stages_of_latents),
     "latent_attention.TILE_TOKENS": Edge(latent_config, tiles_of_latent_heads),
     "latent_attention.VALUE_DIM": Edge(latent_config, latents_of_one_shape),
+    "paged_decode.BATCHED_CHUNK_TOKENS": Edge(batched_attention, batched_decode_chunk),
+    "paged_decode.BATCHED_SMALL_STEP_BYTES": Edge(batched_attention, batched_decode_step),
+    "paged_decode.BATCHED_STEP_BYTES": Edge(batched_attention, batched_decode_step),
     "paged_decode.CHUNK_TOKENS": Edge(decode_xla, decode_chunk),
     "paged_decode.COLUMNS": Edge(mosaic_limits, head_dim_of_columns),
     "paged_decode.MAX_SPLITS": Edge(decode_config, most_splits),
     "paged_decode.STEP_BYTES": Edge(decode_xla, decode_step),
     "paged_decode.WGMMA_ROWS": Edge(decode_config, largest_group_of_decode),
     "paged_extend.ALIGNMENT": Edge(work_list, work_tiles),
+    "paged_extend.BATCHED_CHUNK_TOKENS": Edge(batched_attention, batched_extend_chunk),
+    "paged_extend.BATCHED_TILE_ROWS": Edge(extend_batched, batched_extend_tile),
     "paged_extend.CHUNK_TOKENS": Edge(extend_xla, extend_chunk),
     "paged_extend.COLUMNS": Edge(mosaic_limits, head_dim_of_columns),
     "paged_extend.ROWS": Edge(extend_config, tile_of_a_group),
@@ -566,6 +620,26 @@ BUGS = {
     ),
     "tiles: a row of the whole table does not fit": (
         "paged_extend.ALIGNMENT", "kv_length <= max_kv_length", "kv_length < max_kv_length"
+    ),
+    "on GPUs: the last chunk is lost": (
+        "paged_decode.BATCHED_CHUNK_TOKENS", "(last + tokens) // tokens",
+        "(last + tokens - 1) // tokens",
+    ),
+    "on GPUs: the window is too wide": (
+        "paged_decode.BATCHED_CHUNK_TOKENS", "options.window + 1, 0)", "options.window, 0)"
+    ),
+    "on GPUs: the last step is lost": (
+        "paged_decode.BATCHED_STEP_BYTES", "(total + num_items - 1)", "(total + num_items - 2)"
+    ),
+    "on GPUs: rows are mixed": (
+        "paged_decode.BATCHED_STEP_BYTES", "same &= tile[item] ==", "same |= tile[item] =="
+    ),
+    "on GPUs: the last token is not read by extend": (
+        "paged_extend.BATCHED_CHUNK_TOKENS", "(key <= last)", "(key < last)"
+    ),
+    "on GPUs: the last tile is lost": (
+        "paged_extend.BATCHED_TILE_ROWS", "(q_lengths + tile_tokens - 1) //",
+        "(q_lengths + tile_tokens - 2) //",
     ),
     "decode: an uneven chunk": (
         "blocks that do not divide a chunk of decode",

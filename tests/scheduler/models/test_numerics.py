@@ -28,8 +28,8 @@ HIGHEST = "float32, float32 -> float32 at HIGHEST"
 NORMS = {"llama": 3, "qwen3": 5}
 
 
-def expected(family: str, dtype: str, decode: bool) -> Arithmetic:
-    """What one layer and the logits compute, on every platform.
+def expected(family: str, dtype: str, decode: bool, platform: str) -> Arithmetic:
+    """What one layer and the logits compute; on GPUs by XLA, because the head_dim is 16.
 
     Eight products with matrices, and two of attention in decode or four in extend. In 16 bits are
     the weight of each norm, SiLU and its product with the other half, and two sums. Roundings: each
@@ -38,10 +38,12 @@ def expected(family: str, dtype: str, decode: bool) -> Arithmetic:
     attention = 2 if decode else 4
     if dtype == "float32":
         return Arithmetic({HIGHEST: 8 + attention}, {}, roundings=0)
+    narrow = f"{dtype}, {dtype} -> float32 at default"
+    on_cpu = platform == "cpu"
     return Arithmetic(
-        {f"{dtype}, {dtype} -> float32 at default": 8, HIGHEST: attention},
+        {narrow: 8, HIGHEST: attention} if on_cpu else {narrow: 8 + attention},
         {"mul": NORMS[family] + 2, "add": 2, "logistic": 1},
-        roundings=NORMS[family] + 7 + 2 + attention // 2,
+        roundings=NORMS[family] + 7 + 2 + attention // (2 if on_cpu else 1),
     )
 
 
@@ -67,7 +69,7 @@ def test_arithmetic_is_that_of_the_table(family: str, dtype: str) -> None:
     for platform in PLATFORMS:
         for decode in (False, True):
             found = traced(transformer, family, dtype, decode, platform)
-            assert found == expected(family, dtype, decode), (platform, decode)
+            assert found == expected(family, dtype, decode, platform), (platform, decode)
 
 
 ROPES: Final = {
@@ -169,7 +171,7 @@ def test_a_planted_bug_is_caught(bug: str) -> None:
     def check() -> None:
         for dtype in ("float32", "bfloat16"):
             found = traced(changed, "qwen3", dtype, False, "a100")
-            assert found == expected("qwen3", dtype, False)
+            assert found == expected("qwen3", dtype, False, "a100")
         check_tables(changed, "default")
         check_parts(changed, "bfloat16")
 

@@ -1,0 +1,158 @@
+"""The XLA backend on GPUs, run on a CPU against the oracle and compiled for GPUs without one."""
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from radixkv.kernels import paged_decode, paged_extend
+from radixkv.kernels.batched_attention import BatchSizes
+from radixkv.kernels.online_softmax import AttentionOptions
+from radixkv.kernels.paged_decode import batched as decode_batched
+from radixkv.kernels.paged_decode.config import BATCHED_STEP_BYTES
+from radixkv.kernels.paged_extend import batched as extend_batched
+
+from . import test_latent_attention, test_paged_decode, test_paged_extend
+from .decode_checks import DecodeChecks
+from .launches import launches
+from .lowering import A100, OTHER_GPUS, compile_for_other_gpu, on_device, shaped
+from .problems import Heads, int32
+
+SMALL = BatchSizes(32, 2**14, 2**16)
+"""Sizes for which short rows need several steps."""
+
+
+def attend(
+    kernel, *args, sm_scale, return_lse, soft_cap=None, window=None, sinks=None, k_scales=None,
+    v_scales=None, **sizes,
+):  # fmt: skip
+    """Call a kernel of this backend, whatever the device, as the public function is called."""
+    assert return_lse
+    options = AttentionOptions(sm_scale, soft_cap, window)
+    scales = None if k_scales is None else (k_scales, v_scales)
+    return kernel(*args, sinks, options, scales, **sizes)
+
+
+class TestDecode(DecodeChecks):
+    attend = staticmethod(partial(attend, decode_batched.decode, sizes=SMALL))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        "case",
+        [
+            "blocks of 1, a window of 1",
+            "bfloat16, blocks of 16, sinks",
+            "int8 pools, bfloat16",
+            "float8 pools, every option",
+        ],
+    )
+    def test_rows_of_every_length(self, case):
+        options = test_paged_decode.CASES[case]
+        lengths = test_paged_decode.rows_of_every_length(options.get("block_size", 4))
+        out = self.check(lengths, **options)
+        assert not out[0].any() and not out[8].any()  # exactly 0, sinks or not
+
+    @pytest.mark.parametrize("lengths", [[1, 0, 3], [130, 5, 64], [150, 160, 159]])
+    def test_a_small_step_a_whole_one_and_several(self, lengths):
+        """A step of 8 KiB has 2 chunks of 32 tokens, one of 32 KiB has 8, and these rows 5 each."""
+        sizes = BatchSizes(32, 2 * 32 * 88, 8 * 32 * 88)
+        kernel = partial(attend, decode_batched.decode, sizes=sizes)
+        self.check(lengths, heads=Heads(1, 2, 8), width=40, attend=kernel)
+
+    def test_two_calls_give_the_same_bits(self):
+        rng = np.random.default_rng(0)
+        pool = jnp.asarray(rng.standard_normal((41, 2, 4, 8)), jnp.bfloat16)
+        tables = int32(1 + np.arange(40)[None] % 40)
+        q = jnp.asarray(rng.standard_normal((1, 4, 8)), jnp.bfloat16)
+        given = q, pool, pool, tables, int32([157]), None, AttentionOptions(0.3, None, None)
+        first, second = (decode_batched.decode(*given, sizes=SMALL) for _ in range(2))
+        assert all(jnp.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class TestDecodeOnA100(test_paged_decode.TestOneProgram):
+    """By the public function, which chooses this backend on such a device."""
+
+    def attend(self, *args, **options):
+        with on_device(A100):
+            return super().attend(*args, **options)
+
+
+class TestExtendOnA100(test_paged_extend.TestOneProgram):
+    def attend(self, *args, **options):
+        with on_device(A100):
+            return super().attend(*args, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    ["blocks of 1, a window of 1", "bfloat16, blocks of 16, sinks", "float8 pools, every option"],
+)
+def test_extend_rows_of_every_length(case):
+    kernel = partial(attend, extend_batched.extend, sizes=SMALL, tile_rows=32)
+    test_paged_extend.check(attend=kernel, **test_paged_extend.CASES[case])
+
+
+def test_latents():
+    with on_device(A100):
+        decode = test_latent_attention.TestDecode()
+        decode.test_rows_around_the_edges_of_blocks_and_chunks("bfloat16")
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 3), (2, 0)])
+def test_no_rows_or_no_tokens(batch, tokens):
+    with on_device(A100):
+        test_paged_extend.test_no_rows_or_no_tokens(batch, tokens)
+        test_paged_decode.TestPagedDecode().test_no_rows()
+
+
+def arguments(dtype: str, pool: str, num_tokens: int | None = None, head_dim: int = 128) -> Any:
+    """64 rows of at most 128k tokens; 4 query heads per KV head."""
+    rows, blocks = shaped((64,), "int32"), shaped((2049, 8, 16, head_dim), pool)
+    q = shaped((num_tokens or 64, 32, head_dim), dtype)
+    read = q, blocks, blocks, shaped((64, 8192), "int32"), rows
+    return read if num_tokens is None else (*read, rows, rows)
+
+
+@pytest.mark.sm_90a
+@pytest.mark.parametrize("capability", OTHER_GPUS)
+def test_launches_of_decode(capability):
+    """A step of up to 256 MiB takes 22 launches, and no loop; only larger ones take a loop."""
+    compiled = compile_for_other_gpu(
+        capability, partial(paged_decode, sm_scale=0.1), *arguments("bfloat16", "bfloat16")
+    )
+    found = launches(compiled.as_text())
+    small, whole, _ = found.branches
+    assert found.outside + max(small, whole) <= 22
+    assert found.loops_outside == 0 and len(found.in_loops) == 1 and found.in_loops[0] <= 16
+    assert compiled.memory_analysis().temp_size_in_bytes < BATCHED_STEP_BYTES
+
+
+@pytest.mark.sm_90a
+@pytest.mark.parametrize(
+    ("dtype", "pool", "head_dim"),
+    [("float32", "float32", 128), ("bfloat16", "int8", 80), ("float16", "float8_e4m3fn", 192)],
+)
+def test_other_types_are_compiled(dtype, pool, head_dim):
+    read = arguments(dtype, pool, head_dim=head_dim)
+    scales = (shaped((2049, 8), "float32"),) * 2 if dtype != pool else ()
+
+    def decode(read, scales):
+        named = dict(zip(("k_scales", "v_scales"), scales, strict=bool(scales)))
+        return paged_decode(*read, sm_scale=0.1, **named)
+
+    compiled = compile_for_other_gpu("8.0", decode, read, scales)
+    found = launches(compiled.as_text())
+    assert found.loops_outside == 0 and found.outside + max(found.branches[:2]) <= 25
+    assert compiled.memory_analysis().temp_size_in_bytes < BATCHED_STEP_BYTES
+
+
+@pytest.mark.sm_90a
+def test_extend_is_compiled():
+    """Two conditionals, one for tiles and one for single tokens, and no loop outside of them."""
+    read = arguments("bfloat16", "bfloat16", 512)
+    hlo = compile_for_other_gpu("8.0", partial(paged_extend, sm_scale=0.1), *read).as_text()
+    entry = hlo.partition("\nENTRY")[2]
+    assert entry.count(" conditional(") == 2 and " while(" not in entry
