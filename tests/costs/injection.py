@@ -33,7 +33,9 @@ class Injector:
     """Raises an error instead of a call: the one with a number, counted from 0, or at a new place.
 
     It raises once, in the thread that calls it, so that cleaning up is not disturbed. The end of a
-    ``with`` is no place to raise: nothing could be given back after an interrupt there.
+    ``with`` is no place to raise: nothing could be given back after an interrupt there. Calls that
+    clean up may raise when they return, as an interrupted one does, or a ``close`` that reports a
+    disk's error: what they do is done, and the rest of the cleaning is left.
 
     Attributes:
         number: number of the call.
@@ -49,6 +51,7 @@ class Injector:
         files: frozenset[str],
         cleaning: frozenset[str],
         places: set[str] | None,
+        after: frozenset[str] = frozenset(),
     ) -> None:
         self.number = number
         self.error = error
@@ -56,6 +59,7 @@ class Injector:
         self.places = places
         self.raised_in = ""
         self._cleaning = cleaning
+        self._after = after
         self._num_calls = 0
 
     def call(self, operation: Callable[[], Any]) -> None:
@@ -71,7 +75,17 @@ class Injector:
                 sys.setprofile(None)
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call":
+        if self._after:
+            if event != "return" or frame.f_code.co_name not in self._after:
+                name = argument.__name__ if event == "c_return" else ""
+                if name not in self._after or frame.f_code.co_filename not in self.files:
+                    return
+                name, where = argument.__qualname__, frame
+            else:
+                if frame.f_code.co_filename not in self.files:
+                    return
+                name, where = frame.f_code.co_qualname, frame.f_back or frame
+        elif event == "call":
             caller = frame.f_back
             mine = frame.f_code.co_filename in self.files or (
                 caller is not None and caller.f_code.co_filename in self.files
@@ -118,6 +132,7 @@ def injections(
     errors: Sequence[type[BaseException]] = ERRORS,
     cleaning: Collection[str] = (),
     once_per_place: bool = False,
+    after: Collection[str] = (),
 ) -> Iterator[Injector]:
     """Yield an injector for each call and error, until there is no such call.
 
@@ -126,12 +141,14 @@ def injections(
         errors: what they raise.
         cleaning: names of functions of the modules that clean up, in which nothing raises.
         once_per_place: whether to raise at each place once, not at each call.
+        after: names of calls, of the modules or by them, which raise when they return; then no
+            other call raises.
     """
     files = frozenset(str(module.__file__) for module in modules)
     for error in errors:
         places: set[str] | None = set() if once_per_place else None
         for number in range(10_000):
-            injector = Injector(number, error, files, frozenset(cleaning), places)
+            injector = Injector(number, error, files, frozenset(cleaning), places, frozenset(after))
             yield injector
             if not injector.raised_in:
                 break

@@ -272,13 +272,17 @@ def stored_values(num_values: int) -> Operations:
     yield "reserve", lambda: index.reserve(110)
     coldest = yield "coldest_over_budget", index.coldest_over_budget
     yield "take", lambda: index.take(coldest)
-    yield "give_back", lambda: index.give_back(10)
+    yield "removed", lambda: index.removed(coldest)
     yield "fits", index.fits
     yield "commit", lambda: index.commit(key, 110)
     yield "use", lambda: index.use(key)
     yield "next_stamp_ns", index.next_stamp_ns
     yield "forget", lambda: index.forget(key)
-    yield "take and put back", lambda: index.put_back(bytes(32), index.take(bytes(32)) or 10)
+    other = (1).to_bytes(32)
+    yield "take another", lambda: index.take(other)
+    yield "put_back", lambda: index.put_back(other)
+    index.reserve(10)
+    yield "give_back", lambda: index.give_back(10)
 
 
 def ended_operations(num_ended: int) -> Operations:

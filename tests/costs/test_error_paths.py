@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
@@ -19,7 +19,7 @@ from radixkv.kvcache.storage.files import backend as files_backend
 from radixkv.kvcache.storage.files import lru_index, system_calls
 from radixkv.kvcache.storage.files.backend import FileBackend
 
-from .injection import injections, open_descriptors
+from .injection import ALL_ERRORS, ERRORS, injections, open_descriptors
 from .planting import Bug, bug, planted, planted_source
 from .unthreaded import Unthreaded
 
@@ -72,8 +72,8 @@ FILE_BUGS = {
         bug(
             "an eviction puts back after an error of the disk only",
             BACKEND,
-            ("            except BaseException:\n                if num_bytes is not None:",
-             "            except OSError:\n                if num_bytes is not None:"),
+            ("            except BaseException:\n                self._index.put_back",
+             "            except OSError:\n                self._index.put_back"),
         ),
     ),
     "get": (
@@ -103,8 +103,8 @@ FILE_BUGS = {
         bug(
             "a deletion puts back after an error of the disk only",
             BACKEND,
-            ("            except BaseException:\n                if num_bytes is not None:",
-             "            except OSError:\n                if num_bytes is not None:"),
+            ("            except BaseException:\n                self._index.put_back",
+             "            except OSError:\n                self._index.put_back"),
         ),
     ),
 }  # fmt: skip
@@ -223,12 +223,17 @@ def check_file_backend(backend: FileBackend) -> None:
     backend.check()
 
 
-def inject_into_files(tmp_path: Path, call: Callable[[FileBackend], Any]) -> None:
-    for injector in injections(files_backend, lru_index, system_calls):
+def inject_into_files(
+    tmp_path: Path, call: Callable[[FileBackend], Any], after: Sequence[str] = ()
+) -> None:
+    errors = ALL_ERRORS if after else ERRORS
+    modules = files_backend, lru_index, system_calls
+    for injector in injections(*modules, errors=errors, after=after, once_per_place=bool(after)):
         before = open_descriptors()
         backend = file_backend(tmp_path / str(next(_numbers)))
         try:
-            injector.call(partial(call, backend))
+            with suppress(*([BackendIOError] if after else [])):  # of an OSError
+                injector.call(partial(call, backend))
             check_file_backend(backend)
         except (AssertionError, BackendIOError) as error:
             raise AssertionError(f"{injector.error.__name__} in {injector.raised_in}") from error
@@ -241,6 +246,33 @@ def inject_into_files(tmp_path: Path, call: Callable[[FileBackend], Any]) -> Non
 @pytest.mark.parametrize("name", FILE_CALLS)
 def test_the_file_backend_gives_back(tmp_path: Path, name: str) -> None:
     inject_into_files(tmp_path, FILE_CALLS[name])
+
+
+FILE_CLEANING = ("close", "unlink", "give_back", "removed", "put_back", "forget", "take")
+CLEANING_BUGS = (
+    bug(
+        "what is taken is put back only after an error of the file",
+        BACKEND,
+        ("            try:\n                num_bytes = self._index.take(key)  # forget",
+         "            num_bytes = self._index.take(key)\n            try:\n                #"),
+    ),
+    bug(
+        "what is removed is put back",
+        INDEX,
+        ("self._removing.pop(key, 0)", "self._removing.get(key, 0)"),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", CLEANING_BUGS, ids=str)
+def test_what_is_left_if_cleaning_raises_is_found(tmp_path: Path, bug: Bug) -> None:
+    with planted(bug), pytest.raises(AssertionError):
+        inject_into_files(tmp_path, FILE_CALLS["delete"], FILE_CLEANING)
+
+
+@pytest.mark.parametrize("name", FILE_CALLS)
+def test_the_file_backend_gives_back_if_cleaning_raises(tmp_path: Path, name: str) -> None:
+    inject_into_files(tmp_path, FILE_CALLS[name], FILE_CLEANING)
 
 
 def test_a_directory_that_was_not_opened_is_free(tmp_path: Path) -> None:
@@ -357,5 +389,5 @@ def test_what_storage_keeps_is_found(case: tuple[str, str | None], bug: Bug) -> 
 
 
 def test_every_bug_fits() -> None:
-    for each in ALL_BUGS:
+    for each in (*ALL_BUGS, *CLEANING_BUGS):
         planted_source(each)

@@ -532,8 +532,8 @@ def lru_index(code: ModuleType) -> None:
 
     def remove() -> None:
         index.forget(key(2))
-        if (num_bytes := index.take(key(3))) is not None:
-            index.put_back(key(3), num_bytes)
+        index.take(key(3))
+        index.put_back(key(3))
         index.reserve(VALUE)
         index.give_back(VALUE)
 
@@ -559,8 +559,8 @@ def lru_index_of_one(code: ModuleType) -> None:
     def evict() -> None:
         index.reserve(VALUE)
         while (coldest := index.coldest_over_budget()) is not None:
-            if (num_bytes := index.take(coldest)) is not None:
-                index.give_back(num_bytes)
+            index.take(coldest)
+            index.removed(coldest)
         index.commit(key(1), VALUE)
 
     def use() -> None:

@@ -244,18 +244,15 @@ class FileBackend:
     def _remove(self, key: bytes) -> bool:
         path = self._path(key)
         with self._stripe(key):
-            num_bytes = self._index.take(key)  # forget first, then unlink
             try:
+                num_bytes = self._index.take(key)  # forget first, then unlink
                 with suppress(FileNotFoundError):  # somebody else removed it
                     self._files.unlink(path)
-                if num_bytes is None:  # the file, if any, was left by a failed write
-                    return False
-                self._index.give_back(num_bytes)
+                self._index.removed(key)
             except BaseException:
-                if num_bytes is not None:
-                    self._index.put_back(key, num_bytes)  # it is still there
+                self._index.put_back(key)  # it is still there
                 raise
-            return True
+            return num_bytes is not None  # else the file, if any, was left by a failed write
 
     def _write_temporary(self, key: bytes, parts: Sequence[memoryview]) -> str:
         """Write the parts to a new file, synced if promised, and return its path."""

@@ -45,6 +45,7 @@ class LruIndex:
         self._clock_ns = clock_ns
         self._lock = Lock()  # never held during I/O
         self._values: OrderedDict[bytes, _Value] = OrderedDict()  # coldest first
+        self._removing: dict[bytes, int] = {}  # bytes of keys that were taken
         self._used_bytes = 0  # includes values being written or removed
         self._stamp_ns = 0
 
@@ -125,7 +126,7 @@ class LruIndex:
             self._used_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """Stop counting bytes that were not written, or that are removed now."""
+        """Stop counting bytes that were not written."""
         with self._lock:
             self._used_bytes -= num_bytes
 
@@ -136,16 +137,27 @@ class LruIndex:
             self._values[key] = _Value(num_bytes, self._stamp_ns + STAMP_EVERY_NS, is_new=True)
 
     def take(self, key: bytes) -> int | None:
-        """Hide a key and return its bytes, which stay counted until `give_back`."""
+        """Hide a key and return its bytes, which stay counted until `removed`."""
         with self._lock:
-            value = self._values.pop(key, None)
-            return None if value is None else value.num_bytes
+            if key not in self._values:
+                return None
+            num_bytes = self._removing[key] = self._values[key].num_bytes
+            del self._values[key]
+            return num_bytes
 
-    def put_back(self, key: bytes, num_bytes: int) -> None:
-        """Undo `take`. The key becomes the coldest, and its use time is unknown."""
+    def removed(self, key: bytes) -> None:
+        """Stop counting the bytes of a key that was taken; no effect on others."""
         with self._lock:
-            self._values[key] = _Value(num_bytes, 0)
-            self._values.move_to_end(key, last=False)
+            self._used_bytes -= self._removing.pop(key, 0)
+
+    def put_back(self, key: bytes) -> None:
+        """Undo `take`, if the key was not `removed`: it is the coldest, of unknown use time."""
+        with self._lock:
+            num_bytes = self._removing.get(key)
+            if num_bytes is not None:
+                self._values[key] = _Value(num_bytes, 0)
+                self._values.move_to_end(key, last=False)
+                del self._removing[key]
 
     def forget(self, key: bytes) -> None:
         """Drop a key and its bytes, if it exists."""

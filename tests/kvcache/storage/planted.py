@@ -152,15 +152,15 @@ BUGS = (
     Bug(
         "a value that could not be removed is forgotten",
         "files/backend.py",
-        "                    self._index.put_back(key, num_bytes)  # it is still there\n",
-        "                    self._index.give_back(num_bytes)\n",
+        "                self._index.put_back(key)  # it is still there\n",
+        "                self._index.removed(key)\n",
     ),
     Bug(
         "a write that failed half-way is not deleted",  # a real bug that a trial found
         "files/backend.py",
-        "            num_bytes = self._index.take(key)  # forget first, then unlink\n",
-        "            num_bytes = self._index.take(key)  # forget first, then unlink\n"
-        "            if num_bytes is None:\n                return False\n",
+        "                num_bytes = self._index.take(key)  # forget first, then unlink\n",
+        "                num_bytes = self._index.take(key)  # forget first, then unlink\n"
+        "                if num_bytes is None:\n                    return False\n",
     ),
     Bug(
         "a short write is taken for a whole one",

@@ -49,7 +49,8 @@ class Index(RuleBasedStateMachine):
             assert sum(self.sizes.values()) + num_bytes > MAX_BYTES
             assert self.index.take(coldest) == self.sizes[coldest]
             assert self.index.used_bytes == sum(self.sizes.values()) + num_bytes  # still counted
-            self.index.give_back(self.sizes[coldest])
+            self.index.removed(coldest)
+            self.index.put_back(coldest)  # too late
             self.drop(coldest)
         assert self.index.fits()
         if fails:
@@ -83,7 +84,8 @@ class Index(RuleBasedStateMachine):
         num_bytes = self.index.take(key)
         assert num_bytes == self.sizes.get(key)
         if num_bytes is not None:
-            self.index.put_back(key, num_bytes)
+            self.index.put_back(key)
+            self.index.removed(key)  # not any more
             self.drop(key)
             self.sizes = {key: num_bytes, **self.sizes}
 
