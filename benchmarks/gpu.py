@@ -61,6 +61,7 @@ STEPS = (
     Step("check paged_extend", 75),
     Step("check moves", 40),
     Step("check kv_write", 30),
+    Step("check latent_decode", 20),
     Step("ceilings", 30),
     Step("decode mosaic", 75),
     Step("extend mosaic", 75),

@@ -15,6 +15,7 @@ from radixkv.kernels import (
     copy_blocks,
     gather_blocks,
     kv_write,
+    latent_decode,
     paged_decode,
     paged_extend,
     scatter_blocks,
@@ -125,6 +126,24 @@ def _extend(
     return got, oracle.extend(_float64(q), *cache.for_oracle, *rows, **options)
 
 
+def _latents(dry: bool) -> Iterator[Record]:
+    """Compare with the portable code in float32."""
+    q_heads, latent_dim, value_dim = (4, 24, 16) if dry else (128, 576, 512)
+    rng = np.random.default_rng(0)
+    lengths = [0, 1, 63, 64, 65, 700]
+    tables = int32(1 + rng.permutation(len(lengths) * 11).reshape(len(lengths), 11))
+    options = {"sm_scale": latent_dim**-0.5, "value_dim": value_dim}
+    q, pool = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((len(lengths), q_heads, latent_dim), (70, 1, 64, latent_dim))
+    )
+    got = latent_decode(q, pool, tables, int32(lengths), **options)
+    wide = q.astype(jnp.float32), pool.astype(jnp.float32)
+    expected = latent_decode(*wide, tables, int32(lengths), **options, backend="xla")
+    case = f"blocks of 64, {q_heads} heads of {latent_dim}"
+    yield _compare("latent_decode", case, got, np.asarray(expected, np.float64), "bfloat16")
+
+
 def _equal(kernel: str, case: str, got: Any, expected: np.ndarray) -> Record:
     same = np.array_equal(np.asarray(got).view(np.uint16), expected.view(np.uint16))
     return {"check": kernel, "case": case, "error": 0.0 if same else 1.0, "bound": 0.0, "ok": same}
@@ -173,6 +192,8 @@ def check(kernel: str, dry: bool) -> Iterator[Record]:
     """Yield the records of one kernel's cases."""
     if kernel == "moves":
         return _moves()
+    if kernel == "latent_decode":
+        return _latents(dry)
     if kernel == "kv_write":
         return _writes()
     return _attention(kernel, dry)

@@ -13,6 +13,7 @@ from radixkv.kernels import (
     copy_blocks,
     gather_blocks,
     kv_write,
+    latent_decode,
     paged_decode,
     paged_extend,
     scatter_blocks,
@@ -154,6 +155,31 @@ def decode(sizes: Sizes, backend: Any) -> Iterator[Timing]:
     for kind in sizes.kinds:
         label = f"{name}, {kind.dtype} {kind.head_dim} x {kind.group}"
         yield decode_timing(sizes, backend, HEADLINE, label, rows, kind)
+    yield _latent_decode(sizes, backend, name, rows)
+
+
+def _latent_decode(sizes: Sizes, backend: Any, name: str, rows: list[int]) -> Timing:
+    q_heads, latent_dim, value_dim = sizes.latent
+
+    def make() -> Any:
+        q = normal(3, (len(rows), q_heads, latent_dim))
+        pool = normal(1, (sizes.pool_tokens // HEADLINE + 1, 1, HEADLINE, latent_dim))
+        tables = make_tables(sizes, HEADLINE, rows, sizes.calls)
+        return (q, pool, jnp.asarray(rows, jnp.int32)), [(table,) for table in tables]
+
+    def attend(q: Any, pool: Any, lengths: Any, table: Any) -> jax.Array:
+        scale = latent_dim**-0.5
+        return latent_decode(
+            q, pool, table, lengths, sm_scale=scale, value_dim=value_dim, backend=backend
+        )
+
+    record = {
+        "operation": "latent_decode",
+        "point": f"{name}, {q_heads} heads",
+        "block_size": HEADLINE,
+        "bytes": 2 * latent_dim * sum(rows),
+    }
+    return Timing(record, attend, make)
 
 
 def decode_timing(

@@ -8,6 +8,14 @@ from typing import Any, NamedTuple
 Record = dict[str, Any]
 
 
+class Latent(NamedTuple):
+    """Query heads that share a latent, its elements, and those that are the value."""
+
+    q_heads: int
+    latent_dim: int
+    value_dim: int
+
+
 class Row(NamedTuple):
     """One sequence of an extend call."""
 
@@ -50,6 +58,8 @@ class Sizes:
     """Lengths of the rows of one decode call, which peers do not run."""
     kinds: tuple[Kind, ...]
     """Other heads and pools, for the first problem of `decode` and, tuned, of `extend`."""
+    latent: Latent
+    """For the first problem of `decode`, by `latent_decode`."""
     extend: dict[str, tuple[Row, ...]]
     tuned_extend: tuple[str, ...]
     """Names of problems of `extend` whose launch configuration is tuned."""
@@ -132,6 +142,7 @@ FULL = Sizes(
         Kind(128, "int8", 4),
         Kind(128, "float8_e4m3fn", 4),
     ),
+    latent=Latent(128, 576, 512),  # DeepSeek-V3
     extend={
         "8192 new": (Row(8192, 0),),
         "2048 new, 16k cached": (Row(2048, 16384),),
@@ -160,6 +171,7 @@ TINY = Sizes(
     decode=((2, 128),),
     mixed={"1 x 200 + 2 x 9": (200, 9, 9)},
     kinds=(Kind(32, "bfloat16", 1), Kind(16, "int8", 2)),
+    latent=Latent(4, 24, 16),
     extend={"2 ragged rows": (Row(1, 9), Row(8, 3))},
     tuned_extend=("2 ragged rows",),
     moved_blocks=(2,),

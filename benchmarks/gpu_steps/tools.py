@@ -31,7 +31,7 @@ COUNTERS = {
     "stalls": r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio",
 }
 _UNIT = {"ns": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "msecond": 1e-3, "nsecond": 1e-9}
-CHECKED = ("paged_decode", "paged_extend", "kv_write", "moves")
+CHECKED = ("paged_decode", "paged_extend", "latent_decode", "kv_write", "moves")
 
 
 def counters(step: Sequence[str]) -> Iterator[Record]:

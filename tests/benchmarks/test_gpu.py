@@ -123,7 +123,7 @@ def lowered(timing) -> str:
 @pytest.mark.parametrize("operation", ["decode", "extend", "moves"])
 def test_the_kernels_that_are_timed_are_lowered_for_an_h100(operation):
     timings = list(getattr(ours, operation)(LIKE_FULL, "mosaic"))
-    assert len(timings) == {"decode": 3 * 2 + 1 + 5, "extend": 3, "moves": 2 * 3 + 1}[operation]
+    assert len(timings) == {"decode": 3 * 2 + 1 + 5 + 1, "extend": 3, "moves": 2 * 3 + 1}[operation]
     with ThreadPoolExecutor(4) as pool:  # as on the GPU machine
         programs = list(pool.map(lowered, timings))
     assert all("mosaic_gpu_v2" in program for program in programs)
@@ -344,7 +344,7 @@ class TestTools:
 
 def test_the_limits_fit_a_loan_of_ten_minutes():
     assert gpu.BUDGET_S < 9.5 * 60
-    assert sum(step.limit_s for step in gpu.STEPS[:9]) <= gpu.BUDGET_S  # checks, and ours
+    assert sum(step.limit_s for step in gpu.STEPS[:10]) <= gpu.BUDGET_S  # checks, and ours
     assert sum(step.limit_s for step in gpu.TUNING) <= gpu.BUDGET_S
 
 
