@@ -29,6 +29,7 @@ blocks share a multiprocessor, so that one computes or starts while the other lo
     pools     head_dim   tile x stages   shared memory   thread blocks   in flight
     16 bit          64        128 x 3          112 KiB               2     128 KiB
     16 bit         128         64 x 3          112 KiB               2     128 KiB
+    16 bit         192         64 x 3          168 KiB               1      96 KiB
     16 bit         256         64 x 3          224 KiB               1     128 KiB
     8 bit           64        128 x 4          112 KiB               2      96 KiB
     8 bit          128         64 x 4          112 KiB               2      96 KiB

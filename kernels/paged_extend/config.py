@@ -52,6 +52,7 @@ def choose_config(head_dim: int, num_cores: int) -> ExtendConfig:
         head_dim   block_kv  stages   shared memory (Q, K, V, output)
               64        128       4   16 + 64 + 64 + 16 KiB
              128        128       2   32 + 64 + 64 + 32 KiB
+             192         64       2   48 + 48 + 48 + 16 KiB, the output in three parts
              256         64       2   64 + 64 + 64 + 16 KiB, the output in four parts
 
     Quantised tiles take another 16 or 32 KiB; with a head_dim of 128 the output is then stored in

@@ -74,6 +74,7 @@ class TestSimulated(DecodeChecks):
             lengths=[0, 1, 33, 64, 65, 600], heads=Heads(2, 3, 64), block_size=32, config=FEW,
             soft_cap=2.0, window=200, sinks=SINKS[:6],
         ),
+        "a head_dim of 192": dict(lengths=[0, 70], heads=Heads(1, 7, 192), block_size=32),
         "a head_dim of 256": dict(
             lengths=[0, 70], heads=Heads(1, 7, 256), block_size=64, dtype="float16"
         ),
@@ -186,7 +187,7 @@ CASES = [
     for block_size in BLOCK_SIZES
     for head_dim in HEAD_DIMS
     for pool_dtype, everything in (("bfloat16", False), ("int8", True), ("float8_e4m3fn", False))
-    if not (pool_dtype in QUANTISED and head_dim == 256)
+    if not (pool_dtype in QUANTISED and head_dim > 128)
 ]
 # The other sizes.
 OTHERS = [
@@ -208,6 +209,8 @@ class TestForHopper:
         Case(64, 16),
         Case(128, 16),
         Case(128, 64, everything=False, batch=64),
+        Case(192, 16),
+        Case(192, 16, everything=False, batch=64, group=5),
         Case(256, 16),
         Case(256, 16, everything=False, batch=64, group=4),
         Case(256, 64, everything=False, batch=64, group=4),
@@ -266,7 +269,7 @@ class TestUnsupported:
         [
             (Case(128, 16, "float32", "float32"), "q of bfloat16 or float16, got float32"),
             (Case(128, 16, "float16"), "pools of q's dtype bfloat16, got float16"),
-            (Case(80, 16), "a head_dim of 64, 128 or 256, got 80"),
+            (Case(80, 16), "a head_dim of 64, 128, 192 or 256, got 80"),
             (Case(128, 8), "a block_size of 16, 32, 64 or 128, got 8"),
             (Case(256, 32, "int8"), "a head_dim of 64 or 128 for quantised pools, got 256"),
             (Case(128, 16, batch=0), "at least one row, got none"),

@@ -107,6 +107,9 @@ CASES: dict[str, dict[str, Any]] = {
         kv_lengths=[9, 30, 3, 40, 5], q_lengths=[5, 2, 7, 3, 0], q_starts=[20, 9, 1, 12, -77],
         num_tokens=30, width=2, heads=Heads(2, 1, 64),
     ),
+    "a head_dim of 192, in three parts": dict(
+        kv_lengths=[70], q_lengths=[20], block_size=32, heads=Heads(1, 2, 192),
+    ),
     "a head_dim of 256, in parts, without lse and turns": dict(
         kv_lengths=[70, 33], q_lengths=[20, 33], block_size=32, heads=Heads(1, 2, 256),
         config=ExtendConfig(1, 64, 2, ping_pong=False), return_lse=False,
@@ -234,7 +237,7 @@ def attend_tiles(args, more, soft_cap=None, window=None, return_lse=False):
 
 
 COMPILED = [
-    *(dict(head_dim=d, **options) for d in (64, 128, 256) for options in ({}, EVERY_OPTION)),
+    *(dict(head_dim=d, **options) for d in (64, 128, 192, 256) for options in ({}, EVERY_OPTION)),
     dict(head_dim=256, block_size=64),
     dict(head_dim=256, kv_heads=32, group=1, **EVERY_OPTION),
     dict(head_dim=256, group=5, block_size=32, dtype="float16", return_lse=True),
@@ -251,7 +254,7 @@ def test_compiles_for_an_h100(case):
     shapes, options = split(case)
     report = compile_for_h100(partial(attend_tiles, **options), *arguments(**shapes))
     head_dim, block_size = shapes.get("head_dim", 128), shapes.get("block_size", 16)
-    block_kv = 64 if head_dim == 256 else 128
+    block_kv = 64 if head_dim > 128 else 128
     loops = 3 if "window" in options else 2
     assert (
         report.registers == 168
@@ -265,7 +268,7 @@ def test_compiles_for_an_h100(case):
     # WGMMA. (The simulated WGMMA reads as threads do: it does not miss the first.)
     # The dequantised tiles of K and of V replace the first.
     quantised = "pool_dtype" in shapes
-    parts = 4 if head_dim == 256 else 2 if quantised and head_dim == 128 else 1
+    parts = head_dim // 64 if head_dim > 128 else 2 if quantised and head_dim == 128 else 1
     fences = 1 + quantised + parts + ("return_lse" in options)
     assert report.count("fence.proxy.async") == fences
     columns = f"wgmma.mma_async.sync.aligned.m64n{block_kv}k16"
@@ -282,7 +285,7 @@ class TestChoice:
     REFUSED = (
         (dict(dtype="float32"), "mosaic needs q of bfloat16 or float16, got float32"),
         (dict(pool_dtype="int8", head_dim=256), "mosaic needs a head_dim of 64 or 128 for quantised pools, got 256"),  # noqa: E501
-        (dict(head_dim=80), "mosaic needs a head_dim of 64, 128 or 256, got 80"),
+        (dict(head_dim=80), "mosaic needs a head_dim of 64, 128, 192 or 256, got 80"),
         (dict(block_size=8), "mosaic needs a block_size of 16, 32, 64 or 128, got 8"),
         (dict(group=17), "mosaic needs at most 16 query heads per KV head, got 17"),
         (dict(tokens=0), "mosaic needs at least one token and one row, got 0 and 8"),
