@@ -22,12 +22,12 @@ of vLLM.
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ...kvcache.tokens import as_count
 from ..errors import ConfigError
@@ -42,6 +42,9 @@ SECOND_AXIS: Final = P(None, _ALL_AXES)
 """Of queries, ``[tokens, q_heads, head_dim]``, of logits, and of matrices cut by columns."""
 _FIRST_AXIS: Final = P(_ALL_AXES)
 WHOLE: Final = P()
+
+ModelMesh: TypeAlias = Mesh | AbstractMesh
+"""Devices of a compiled program; an abstract mesh to compile without them."""
 
 T = TypeVar("T")
 
@@ -144,12 +147,12 @@ def tensor_sharding(config: ModelConfig, mesh: Mesh | None, name: str) -> NamedS
     return NamedSharding(mesh, spec)
 
 
-def on_all(mesh: Mesh | None, arrays: T) -> T:
+def on_all(mesh: ModelMesh | None, arrays: T) -> T:
     """Let each device have these arrays as a whole, in a compiled program."""
     return arrays if mesh is None else _constrain(arrays, NamedSharding(mesh, WHOLE))
 
 
-def by_second_axis(mesh: Mesh | None, array: T) -> T:
+def by_second_axis(mesh: ModelMesh | None, array: T) -> T:
     """Cut arrays over all devices by their second axis, in a compiled program."""
     return array if mesh is None else _constrain(array, NamedSharding(mesh, SECOND_AXIS))
 

@@ -22,14 +22,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
 from ...kernels import kv_write, paged_decode, paged_extend
 from ...kernels.backends import target_device
 from .config import ModelConfig
 from .rope import rope_tables, rotate
-from .tensor_parallel import KV_HEADS, SECOND_AXIS, WHOLE, by_second_axis, on_all
+from .tensor_parallel import KV_HEADS, SECOND_AXIS, WHOLE, ModelMesh, by_second_axis, on_all
 
 Pool = Float[Array, "blocks kv_heads block_size head_dim"]
 Pools = tuple[Pool, ...]
@@ -102,7 +101,7 @@ def forward(
     v_pools: Pools,
     *,
     decode: bool = False,
-    mesh: Mesh | None = None,
+    mesh: ModelMesh | None = None,
 ) -> tuple[Float[Array, "rows vocab"], Pools, Pools]:
     """Run one step: write the KV of its tokens into the pools, and return logits.
 
@@ -139,7 +138,7 @@ def embed(
     embedding: Float[Array, "vocab hidden"],
     batch: Batch,
     *,
-    mesh: Mesh | None,
+    mesh: ModelMesh | None,
 ) -> tuple[Float[Array, "tokens hidden"], Rope]:
     """Return the residual stream before the first layer, and the rope tables of all layers."""
     rope = rope_tables(config.rope, config.head_dim, batch.positions)
@@ -156,7 +155,7 @@ def compute_layer(
     v_pool: Pool,
     *,
     decode: bool,
-    mesh: Mesh | None,
+    mesh: ModelMesh | None,
 ) -> tuple[Float[Array, "tokens hidden"], Pool, Pool]:
     """Compute one layer: return the residual stream after it, and its new pools."""
     h = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
@@ -187,7 +186,7 @@ def compute_logits(
     batch: Batch,
     x: Float[Array, "tokens hidden"],
     *,
-    mesh: Mesh | None,
+    mesh: ModelMesh | None,
 ) -> Float[Array, "rows vocab"]:
     """Return the float32 logits of each row, from the residual stream after the last layer."""
     logits = _matmul(lm_head.weight, rms_norm(x[batch.logit_rows], norm, config.rms_norm_eps))

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, use_abstract_mesh
 
 from radixkv.kvcache import CountError
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.errors import ConfigError
 from radixkv.scheduler.models import (
+    Batch,
     ModelConfig,
     TensorParallelError,
+    forward,
     load_config,
     load_model,
     make_tiny_checkpoint,
@@ -37,6 +40,7 @@ from radixkv.scheduler.models.tensor_parallel import (
     split_devices,
 )
 
+from ..kernels.lowering import H100, shaped
 from .conftest import assert_nothing_leaked, complete
 from .on_mesh import MODEL, PROMPTS, SAMPLED, SIZES
 
@@ -171,6 +175,26 @@ def test_tied_weights_stay_tied(tmp_path):
     make_tiny_checkpoint(tmp_path, "qwen3", overrides=MODEL)
     params = shard_model(load_model(tmp_path), tensor_parallel_mesh(1)).params
     assert params.lm_head.weight is params.embedding
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_gpus_run_the_hopper_kernels_on_their_heads(tmp_path, decode):
+    """Lowered for four H100, two of which hold each KV head; a program of XLA has none of these."""
+    make_tiny_checkpoint(tmp_path, overrides={"head_dim": 128, "num_hidden_layers": 1})
+    model = load_model(tmp_path, "bfloat16")
+    axes = ("heads", "copies")
+    mesh = AbstractMesh((2, 2), axes, (AxisType.Auto,) * 2, abstract_device=H100)
+    row: Any = shaped((4,), "int32")
+    tables: Any = shaped((4, 4), "int32")
+    batch = Batch(row, row, row, tables, row, row, row, row)
+    pools = (shaped((16, 2, 64, 128), "bfloat16"),)
+    params = jax.tree.map(lambda leaf: shaped(leaf.shape, "bfloat16"), model.params)
+
+    step = partial(forward, model.config, decode=decode, mesh=mesh)
+    with use_abstract_mesh(mesh):
+        traced = jax.jit(step).trace(params, batch, pools, pools)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") >= 2  # writes and attends
 
 
 # Who may be cut
