@@ -33,9 +33,10 @@ class Injector:
     """Raises an error instead of a call: the one with a number, counted from 0, or at a new place.
 
     It raises once, in the thread that calls it, so that cleaning up is not disturbed. The end of a
-    ``with`` is no place to raise: nothing could be given back after an interrupt there. Calls that
-    clean up may raise when they return, as an interrupted one does, or a ``close`` that reports a
-    disk's error: what they do is done, and the rest of the cleaning is left.
+    ``with`` is no place to raise: nothing could be given back after an interrupt there. Nor is the
+    beginning of one that is written in C, of which Python tells since 3.14. Calls that clean up may
+    raise when they return, as an interrupted one does, or a ``close`` that reports a disk's error:
+    what they do is done, and the rest of the cleaning is left.
 
     Attributes:
         number: number of the call.
@@ -97,7 +98,7 @@ class Injector:
             if is_end or self._is_cleaning(frame, frame.f_code.co_name):
                 return
         elif event == "c_call":
-            if frame.f_code.co_filename not in self.files:
+            if frame.f_code.co_filename not in self.files or argument.__name__ == "__enter__":
                 return
             name, where = argument.__qualname__, frame
             if self._is_cleaning(frame, argument.__name__):

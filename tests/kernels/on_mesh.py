@@ -73,7 +73,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], list[Any], list[P], Any]]:
         rows = total, new, starts
         return paged_extend(q, k, v, table, *rows, sm_scale=0.1, return_lse=True, **given)
 
-    latents = {"sm_scale": 0.1, "value_dim": 48, "return_lse": True}
+    latents: dict[str, Any] = {"sm_scale": 0.1, "value_dim": 48, "return_lse": True}
     attention = AttentionOptions(0.1, None, None)
 
     def on_gpus(kernel: Any, sizes: BatchSizes, *args: Any) -> Any:

@@ -309,7 +309,7 @@ LONG_BUGS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("bug", LONG_BUGS)
 def test_a_planted_bug_shows_in_long_rows(bug: str) -> None:
     changed = planted_below(decode_xla, online_softmax, changes=dict([LONG_BUGS[bug]]))

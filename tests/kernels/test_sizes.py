@@ -690,7 +690,7 @@ def test_a_planted_bug_of_a_rule_is_caught(bug: str) -> None:
     assert_dies(CHEAP_BUGS[bug])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(bug: str) -> None:
     assert_dies(BUGS[bug])

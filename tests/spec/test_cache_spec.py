@@ -21,7 +21,7 @@ def test_our_pool_keeps_every_rule() -> None:
     assert set(result.situations) == wanted and min(result.situations.values()) > 500
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_situation_comes_up_often_enough() -> None:
     result = run(CacheSubject(cache_adapter.make_factory(), "full"), 7, 50_000)
     assert result.finding is None, result.finding

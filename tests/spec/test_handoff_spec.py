@@ -25,7 +25,7 @@ def test_the_situations_of_interest_occur_often() -> None:
     assert len(often) >= 20
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_rare_situations_occur() -> None:
     result = run(SUBJECT, 2, 40_000)
     assert result.finding is None

@@ -139,13 +139,8 @@ HANDOFF_BUGS_HUNTED = 10
 HANDOFF_STEPS = 30_000
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        *(pytest.param(what, marks=pytest.mark.slow) for what in ("cache", "pool")),
-        *(pytest.param(what, marks=pytest.mark.nightly) for what in ("scheduler", "tiers")),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("what", ["cache", "pool", "scheduler", "tiers"])
 def test_at_equal_steps_a_machine_kills_as_many_bugs_as_the_random_driver(what: What) -> None:
     bugs = [bug for bug in (*CACHE_BUGS, *TIER_BUGS, *SCHEDULER_BUGS) if bug.world == what]
     survivors = compare(bugs, lambda bug: nullcontext(subject_of(bug, "full")), GATE_BUGS)

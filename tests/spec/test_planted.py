@@ -173,7 +173,7 @@ def without_bug(world: World, depth: Depth) -> Subject:
     return subject_of(replace(NO_BUG, world=world), depth)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_traces_break_their_rule(kills: dict) -> None:
     by_name = {bug.name: bug for bug in ALL_BUGS}
     shown: list[tuple[str, Depth, dict]]

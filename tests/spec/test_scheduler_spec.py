@@ -60,7 +60,7 @@ def test_hypothesis_draws_from_the_same_table():
     assert found.finding is not None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("planted", SCHEDULER_BUGS, ids=lambda planted: planted.name)
 def test_a_planted_bug_is_found_and_shrunk(planted: Bug):
     subject = subject_with(planted)

@@ -29,7 +29,7 @@ def subject() -> TierSubject:
     return TierSubject(tier_adapter.make_factory())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_situation_comes_up_often_enough() -> None:
     result = run(subject(), 1, 25_000)
     assert result.finding is None, result.finding

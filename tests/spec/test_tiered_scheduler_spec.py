@@ -37,7 +37,7 @@ def test_our_scheduler_over_tiers_keeps_to_every_rule() -> None:
     assert result.finding is None, result.finding
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_generator_meets_every_situation() -> None:
     result = run(tiered_subject(), seed=2, num_steps=30_000)
     assert result.finding is None, result.finding
@@ -63,7 +63,7 @@ def test_a_bug_of_the_seam_is_found_and_replayed(name: str) -> None:
     assert replay(tiered_subject(), shown["config"], shown["trace"]) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("planted", TIERED_SCHEDULER_BUGS, ids=lambda planted: planted.name)
 def test_a_planted_bug_is_found_and_shrunk(planted: Bug) -> None:
     subject = subject_with(planted)

@@ -46,7 +46,7 @@ def test_a_seed_chooses_the_same_mutants_and_another_one_others() -> None:
     assert all_of_it[3] in named
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_file_without_and_with_a_bug_and_one_that_does_not_end(tmp_path: Path) -> None:
     copy, source = PackageCopy(tmp_path), (ROOT / FILE).read_text("utf-8")
     assert copy.run_tests(FILE, source, [SMALL], 300) == ""

@@ -18,7 +18,6 @@ def test_no_crash_breaks_a_promise(share: int, pytestconfig: pytest.Config) -> N
     assert trials <= crashes * 2  # most trials do crash
 
 
-@pytest.mark.hunt
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     _, _, broken = hunt(load(bug), iter(range(10**9)), 20_000)

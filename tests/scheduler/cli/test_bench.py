@@ -154,7 +154,7 @@ def test_decode_steps_must_be_positive(radixkv: Any, value: str) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_start_counts_programs_and_the_cache_saves_cpu_time(radixkv: Any) -> None:
     """The number of programs does not depend on the number of layers."""
     outcome = radixkv("bench", "start", "--layers", 6, "--json", "-")

@@ -38,7 +38,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "to_page", lambda report: f"<p>ok: {report.ok}, \u00b5s")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_real_replay_that_skips_a_malformed_line(
     radixkv: Any, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,14 +94,14 @@ def test_a_copy_without_a_bug_passes() -> None:
             assert run_random(package, seed, NUM_STEPS).finding is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     with planted(bug) as package:
         assert found_by_scenarios(package) or found_by_random_programs(package), "nothing finds it"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("bug", GATEWAY_BUGS, ids=lambda bug: bug.name)
 def test_a_bug_of_the_gateway_is_found(bug: Bug) -> None:
     with planted(bug) as package:
@@ -109,7 +109,7 @@ def test_a_bug_of_the_gateway_is_found(bug: Bug) -> None:
         assert found or found_by_random_programs(package), "nothing finds it"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("bug", SCHEDULER_BUGS, ids=lambda bug: bug.name)
 def test_a_bug_of_a_scheduler_is_found(bug: Bug) -> None:
     with planted(bug) as package:
