@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
 from radixkv.scheduler.request import Request, RequestStatus
 
 from ..ports import reserved_port
+from ..readable import readable
 from .small import NODE_OPTIONS, NUM_BLOCKS, PREFIX, PROMPTS, SIZES, generate, make_requests
 
 SILENCE_S = 1.0
@@ -240,6 +240,6 @@ def test_nodes_end_with_the_process_that_started_them(model_dir: Callable[[str],
         starter.kill()
     try:
         # It looks for its parent when it has compiled its programs.
-        assert select.select([node], [], [], 600)[0], "the node goes on without its parent"
+        assert readable([node], 600), "the node goes on without its parent"
     finally:
         os.close(node)

@@ -62,7 +62,7 @@ def config(directory: Path) -> ModelConfig:
 # Several devices, in a process that has them
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.nightly)])
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     return on_mesh(request.param)
 
@@ -130,7 +130,7 @@ def test_nodes_of_different_numbers_of_devices(found):
     assert found["nodes"]["compilations"] == [0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_query_heads_apart_from_their_kv_heads_are_found():
     """The bug: queries are cut by copies first, which differs only if KV heads are copied."""
     outputs = on_mesh("llama", "copies first")

@@ -138,7 +138,9 @@ def _die_with(life: int) -> None:
     """Make the system kill this process when the engine closes its end of the pipe."""
     fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([life], [], [], 0)[0]:  # already closed: no signal will come
+    ends = select.poll()  # select.select refuses descriptors above 1,023
+    ends.register(life, select.POLLIN)
+    if ends.poll(0):  # already closed: no signal will come
         os._exit(0)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -122,9 +125,23 @@ def test_no_client_outlives_the_engine(shared_mooncake: MooncakeServer, answers:
             time.sleep(0.01)
 
 
-def test_a_client_that_starts_after_the_engine_died_ends() -> None:
-    life, engines_end = os.pipe()
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """Let this process and its children have more than 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2_048), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("least", [0, 1_024])
+def test_a_client_that_starts_after_the_engine_died_ends(
+    least: int, many_descriptors: None
+) -> None:
+    first, engines_end = os.pipe()
     os.close(engines_end)
+    life = fcntl.fcntl(first, fcntl.F_DUPFD, least)
+    os.close(first)
     command = [sys.executable, "-P", client_main.__file__, "0", "0", str(life)]
     finished = subprocess.run(
         [*command, "127.0.0.1", "127.0.0.1:1"], pass_fds=[life], timeout=LONG_S, check=False

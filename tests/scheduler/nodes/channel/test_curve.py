@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
@@ -24,6 +23,7 @@ from radixkv.scheduler.nodes.channel import (
 from radixkv.scheduler.nodes.channel.curve import CurveKeys
 
 from ....ports import reserved_port
+from ....readable import readable
 
 SECRET: Final = Secret(b"a secret that is long enough")
 OTHER: Final = Secret(b"another secret, as long as it must be")
@@ -166,7 +166,7 @@ def test_a_node_reconnects_where_zeromq_gives_up(nodes: ExitStack) -> None:
             pass
     for _ in range(ATTEMPTS):
         p.send("d", ACK)
-        if select.select([listener], [], [], POLL_S)[0]:
+        if readable([listener], POLL_S):
             break
     with listener.accept()[0] as peer:
         peer.settimeout(LATE_S)
@@ -199,7 +199,7 @@ def recorded(nodes: ExitStack, secret: Secret | None) -> tuple[ZmqChannel, bytes
     for _ in range(ATTEMPTS):
         if d.wait(0):
             break
-        for end in select.select([client, server], [], [], POLL_S)[0]:
+        for end in readable([client, server], POLL_S):
             data = end.recv(1 << 16)
             assert data, "the connection has ended"
             sent[end] += data

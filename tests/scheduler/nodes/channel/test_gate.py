@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import resource
-import select
 import socket
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from radixkv.scheduler.nodes.channel import gate as gates
 from radixkv.scheduler.nodes.channel.codec import MAX_FRAME_BYTES
 from radixkv.scheduler.nodes.channel.gate import FILES_PER_CONNECTION, MAX_UNPROVEN
 
+from ....readable import readable
 from .test_curve import greeting
 
 SECRET: Final = Secret(b"a secret that is long enough")
@@ -97,7 +97,7 @@ def wait_until_closed(strangers: list[socket.socket], number: int) -> None:
     end = time.monotonic() + LATE_S
     while len(closed) < number:
         assert time.monotonic() < end, f"{len(closed)} of {number} are closed"
-        for each in select.select([each for each in strangers if each not in closed], [], [], 1)[0]:
+        for each in readable([each for each in strangers if each not in closed], 1):
             with suppress(ConnectionResetError):
                 if each.recv(1 << 10):
                     continue
@@ -140,7 +140,7 @@ def test_what_a_stranger_says_is_bounded(nodes: ExitStack, more: int) -> None:
         if more > 0:
             wait_until_closed([stranger], 1)
         say_hello(p, d)
-        assert select.select([stranger], [], [], 0)[0] == ([stranger] if more > 0 else [])
+        assert readable([stranger], 0) == ([stranger] if more > 0 else [])
     while broken(d) == 0:
         d.wait(0.01)
     assert (d.stats().received, broken(d)) == (1, 1)
@@ -167,7 +167,7 @@ def test_those_that_have_come_least_far_make_room(nodes: ExitStack) -> None:
         greet(far)
         bare = [stack.enter_context(stranger_at(d)) for _ in range(MAX_UNPROVEN + 10)]
         wait_until_closed(bare, 11)
-        assert select.select([far], [], [], 0) == ([], [], [])
+        assert readable([far], 0) == []
 
 
 def test_with_no_descriptor_left_the_gate_waits(nodes: ExitStack) -> None:
@@ -211,7 +211,7 @@ def pass_on_heartbeats(client: socket.socket, server: socket.socket, d: ZmqChann
     """Pass on what both say, until the second heartbeat of a peer; False if one of them ends."""
     before, heartbeats = d.stats().received, 0
     while heartbeats < 2:
-        for end in select.select([client, server], [], [], LATE_S)[0]:
+        for end in readable([client, server], LATE_S):
             try:
                 data = end.recv(1 << 16)
                 (server if end is client else client).sendall(data)

@@ -66,8 +66,10 @@ class Peer:
     def answer(self) -> str:
         """Return the next line of its output."""
         assert self._process.stdout is not None
+        waiter = select.poll()
+        waiter.register(self._process.stdout, select.POLLIN)
         while b"\n" not in self._said:
-            assert select.select([self._process.stdout], [], [], 300)[0], "the peer says nothing"
+            assert waiter.poll(300_000), "the peer says nothing"
             said = os.read(self._process.stdout.fileno(), 1 << 16)
             assert said, "the peer has ended"
             self._said += said
