@@ -62,7 +62,7 @@ def config(directory: Path) -> ModelConfig:
 # Several devices, in a process that has them
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.nightly)])
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     return on_mesh(request.param)
 
@@ -82,7 +82,7 @@ def on_mesh(*arguments: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_devices_serve_as_one_does(found):
     one = found["1"]
     assert one["hits"] > 0 and one["preemptions"] > 0
@@ -98,7 +98,7 @@ def test_several_devices_serve_as_one_does(found):
             assert record == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_blocks_in_storage_do_not_depend_on_the_number_of_devices(found):
     expected = found["1"]["outputs"][0]
     loaded = {name: run for name, run in found.items() if " to " in name}
@@ -108,7 +108,7 @@ def test_blocks_in_storage_do_not_depend_on_the_number_of_devices(found):
     assert [name for name, run in loaded.items() if run["outputs"] != expected] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_step_costs(found):
     """The control plane does not see the devices; XLA sends sums of rows, and no matrix."""
     assert found["1"]["steps"]["collectives"] == []
@@ -124,7 +124,7 @@ def test_what_a_step_costs(found):
         assert largest <= SIZES["token_budget"] * MODEL["vocab_size"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nodes_of_different_numbers_of_devices(found):
     assert found["nodes"]["outputs"] == found["1"]["outputs"][0]
     assert found["nodes"]["compilations"] == [0, 0]

@@ -150,6 +150,9 @@ class Case(NamedTuple):
     batch: int = 200
     latents: str | None = None
 
+    def __str__(self) -> str:
+        return f"{self.function.__name__} {self[1:]}"
+
     def function_and_arguments(self) -> tuple[Any, ...]:
         function = partial(
             self.function, sm_scale=0.1, value_dim=self.value_dim, return_lse=True, backend="mosaic"
