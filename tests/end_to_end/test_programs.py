@@ -117,7 +117,7 @@ def test_an_h100_runs_the_backend_that_is_reported(tmp_path, dtype, monkeypatch)
         attention = model_runner._choose_attention(model, arrays, 32, 4)
         for shape in (runner._shapes.decode[-1], runner._shapes.extend[-1]):
             given = model.params, programs._empty(shape), state, logits, arrays.keys, arrays.values
-            traced = programs._step.trace(model.config, shape, 16, *given)
+            traced = programs._step.trace(model.config, None, shape, 16, *given)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
             kernels[shape.is_decode] = text.count("mosaic_gpu_v2")
     assert len(warned) == (attention.backend == "xla")

@@ -14,6 +14,7 @@ from radixkv.kernels.paged_decode import batched as decode_batched
 from radixkv.kernels.paged_decode.config import BATCHED_STEP_BYTES
 from radixkv.kernels.paged_extend import batched as extend_batched
 
+from ..profiles import scaled
 from . import test_latent_attention, test_paged_decode, test_paged_extend
 from .decode_checks import DecodeChecks
 from .launches import launches
@@ -71,6 +72,9 @@ class TestDecode(DecodeChecks):
         assert all(jnp.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+# Hypothesis refuses a test that two classes share.
+
+
 class TestDecodeOnA100(test_paged_decode.TestOneProgram):
     """By the public function, which chooses this backend on such a device."""
 
@@ -78,11 +82,22 @@ class TestDecodeOnA100(test_paged_decode.TestOneProgram):
         with on_device(A100):
             return super().attend(*args, **options)
 
+    @scaled(40)
+    @test_paged_decode.any_lengths
+    def test_any_lengths(self, lengths, window, seed):
+        self.check_any_lengths(lengths, window, seed)
+
 
 class TestExtendOnA100(test_paged_extend.TestOneProgram):
     def attend(self, *args, **options):
         with on_device(A100):
             return super().attend(*args, **options)
+
+    @pytest.mark.slow
+    @scaled(40)
+    @test_paged_extend.any_rows
+    def test_any_rows(self, rows, window, seed):
+        self.check_any_rows(rows, window, seed)
 
 
 @pytest.mark.slow

@@ -68,6 +68,13 @@ class TestPagedDecode(DecodeChecks):
         assert out.shape == (0, 4, 8) and lse.shape == (0, 4)
 
 
+any_lengths = given(
+    lengths=st.lists(st.integers(0, 24), min_size=4, max_size=4),
+    window=st.sampled_from([None, 5]),
+    seed=st.integers(0, 2**31),
+)
+
+
 class TestOneProgram:
     """Four rows of at most 24 tokens, with a window or without: all shapes are the same."""
 
@@ -85,12 +92,11 @@ class TestOneProgram:
         return self.attend(queries, (pool, pool, tables), lengths, window)
 
     @scaled(40)
-    @given(
-        lengths=st.lists(st.integers(0, 24), min_size=4, max_size=4),
-        window=st.sampled_from([None, 5]),
-        seed=st.integers(0, 2**31),
-    )
+    @any_lengths
     def test_any_lengths(self, lengths, window, seed):
+        self.check_any_lengths(lengths, window, seed)
+
+    def check_any_lengths(self, lengths, window, seed):
         rng = np.random.default_rng(seed)
         cache = make_cache(
             rng,

@@ -115,6 +115,17 @@ def test_no_rows_or_no_tokens(batch, tokens):
     assert out.shape == (tokens, 4, 8) and not out.any()
 
 
+any_rows = given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 3)),
+        min_size=3,
+        max_size=3,
+    ).filter(lambda rows: sum(min(row[:2]) + row[2] for row in rows) <= 48),
+    window=st.sampled_from([None, 5]),
+    seed=st.integers(0, 2**31),
+)
+
+
 class TestOneProgram:
     """Three rows in 48 tokens, with a window or without: all shapes are the same."""
 
@@ -140,16 +151,11 @@ class TestOneProgram:
 
     @pytest.mark.slow
     @scaled(40)
-    @given(
-        rows=st.lists(
-            st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 3)),
-            min_size=3,
-            max_size=3,
-        ).filter(lambda rows: sum(min(row[:2]) + row[2] for row in rows) <= 48),
-        window=st.sampled_from([None, 5]),
-        seed=st.integers(0, 2**31),
-    )
+    @any_rows
     def test_any_rows(self, rows, window, seed):
+        self.check_any_rows(rows, window, seed)
+
+    def check_any_rows(self, rows, window, seed):
         """Rows of (KV length, queries, padding tokens before it)."""
         kv_lengths = [kv for kv, _, _ in rows]
         q_lengths = [min(kv, n) for kv, n, _ in rows]

@@ -156,10 +156,11 @@ BUGS: Final[dict[str, tuple[str, str]]] = {
     ),
     "a norm in bfloat16": ("wide = x.astype(jnp.float32)", "wide = x"),
     "logits in bfloat16": (
-        "return _matmul(lm_head.weight, ", "return linear(lm_head, "
+        "logits = _matmul(lm_head.weight, ", "logits = linear(lm_head, "
     ),
     "the residual stream in bfloat16, of a float32 model": (
-        "return embedding[batch.tokens],", "return embedding[batch.tokens].astype(jnp.bfloat16),"
+        "on_all(mesh, embedding[batch.tokens])",
+        "on_all(mesh, embedding[batch.tokens].astype(jnp.bfloat16))",
     ),
 }  # fmt: skip
 
