@@ -37,7 +37,7 @@ NUMPY: Final = {
     "reference/generated/numpy.dtype.html": "numpy.dtype",
     "reference/generated/numpy.ndarray.html": "numpy.ndarray",
 }
-JAX: Final = ("Array", "ShapeDtypeStruct", "block_until_ready", "device_put", "jit")
+JAX: Final = ("Array", "ShapeDtypeStruct", "block_until_ready", "device_put", "jit", "shard_map")
 JAXTYPING: Final = "Bool Float Int Int32 Shaped UInt8"
 
 Addresses = dict[str, str]
@@ -47,6 +47,7 @@ Addresses = dict[str, str]
 def write_inventories() -> dict[str, tuple[str, str]]:
     """Write an inventory per project, and return the value of ``intersphinx_mapping``."""
     jax_pages = {f"jax.{name}": f"_autosummary/jax.{name}.html#jax.{name}" for name in JAX}
+    jax_pages |= _on_pages({"jax.sharding.html": "jax.sharding.NamedSharding"})
     projects: dict[str, tuple[str, Addresses]] = {
         "python": (
             "https://docs.python.org/3",

@@ -61,7 +61,7 @@ def latent_decode(
     """Attention of one query token per row over that row's blocks of latents.
 
     A token has one latent, which all query heads share. The whole of it is the key, and its first
-    `value_dim` elements are the value::
+    ``value_dim`` elements are the value::
 
         latent of a token   | compressed KV, normalised (DeepSeek: 512) | rotary key (64) |
         key                 |---------------------------------------------------------|
@@ -160,7 +160,7 @@ def latent_extend(
 ):
     """Causal attention of each row's last ``q_lengths[b]`` tokens over its blocks of latents.
 
-    The rows lie in `q` as in `paged_extend`, and queries and latents are those of `latent_decode`.
+    Rows lie in ``q`` as in `paged_extend`, and queries and latents are those of `latent_decode`.
     Write the latents of the query tokens into the pool before.
 
     Args:

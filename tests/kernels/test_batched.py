@@ -134,14 +134,14 @@ def arguments(dtype: str, pool: str, num_tokens: int | None = None, head_dim: in
 @pytest.mark.sm_90a
 @pytest.mark.parametrize("capability", OTHER_GPUS)
 def test_launches_of_decode(capability):
-    """A step of up to 256 MiB takes 22 launches, and no loop; only larger ones take a loop."""
+    """A step of up to 256 MiB takes 23 launches, and no loop; only larger ones take a loop."""
     compiled = compile_for_other_gpu(
         capability, partial(paged_decode, sm_scale=0.1), *arguments("bfloat16", "bfloat16")
     )
     found = launches(compiled.as_text())
     small, whole, _ = found.branches
-    assert found.outside + max(small, whole) <= 22
-    assert found.loops_outside == 0 and len(found.in_loops) == 1 and found.in_loops[0] <= 16
+    assert found.outside + max(small, whole) <= 23  # 22 before JAX 0.12
+    assert found.loops_outside == 0 and len(found.in_loops) == 1 and found.in_loops[0] <= 17
     assert compiled.memory_analysis().temp_size_in_bytes < BATCHED_STEP_BYTES
 
 
