@@ -77,15 +77,15 @@ class Injector:
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         if self._after:
-            if event != "return" or frame.f_code.co_name not in self._after:
-                name = argument.__name__ if event == "c_return" else ""
-                if name not in self._after or frame.f_code.co_filename not in self.files:
-                    return
-                name, where = argument.__qualname__, frame
+            if event == "return":
+                called, name = frame.f_code.co_name, frame.f_code.co_qualname
+                where = frame.f_back or frame
+            elif event == "c_return":
+                called, name, where = argument.__name__, argument.__qualname__, frame
             else:
-                if frame.f_code.co_filename not in self.files:
-                    return
-                name, where = frame.f_code.co_qualname, frame.f_back or frame
+                return
+            if called not in self._after or frame.f_code.co_filename not in self.files:
+                return
         elif event == "call":
             caller = frame.f_back
             mine = frame.f_code.co_filename in self.files or (
