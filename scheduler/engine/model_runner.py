@@ -375,6 +375,7 @@ class ModelRunner:
             dtype=self.arrays.keys[0].dtype.name,
             attention_backend=self._attention.backend,
             attention_reason=self._attention.reason,
+            num_devices=len(self.arrays.keys[0].devices()),
             steps=self._steps,
             padding_tokens=self._padding_tokens,
             prefill_tokens_computed=scheduler.prefill_tokens,

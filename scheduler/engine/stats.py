@@ -34,6 +34,7 @@ class EngineStats:
         dtype: dtype of the parameters and of the KV.
         attention_backend: "mosaic" for the Hopper kernels, "xla" for jnp code.
         attention_reason: why this backend is used.
+        num_devices: number of devices that share the model and its KV.
         steps: number of model steps.
         padding_tokens: padding tokens computed to fill the compiled shapes.
         prefill_tokens_computed: tokens of prefill chunks, including recomputed ones.
@@ -47,6 +48,7 @@ class EngineStats:
     dtype: str
     attention_backend: str
     attention_reason: str
+    num_devices: int
     steps: int
     padding_tokens: int
     prefill_tokens_computed: int

@@ -85,6 +85,7 @@ def serve(engine: Engine, directory: Path) -> dict[str, Any]:
     runs = (cached, few, stored)
     return {
         "outputs": outputs,
+        "devices": cached.stats().num_devices,
         "hits": cached.stats().scheduler.hit_tokens,
         "preemptions": few.stats().scheduler.preemptions,
         "parked": stored.stats().scheduler.parked,

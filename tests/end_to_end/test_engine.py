@@ -245,8 +245,9 @@ def test_only_the_blocks_of_requests_are_written(engine):
 def test_stats_count_steps_tokens_and_padding(engine):
     serving = fresh(engine("llama", 4))
     reason = "mosaic needs an NVIDIA GPU of compute capability 9.0, got cpu"
+    scheduler, manager = serving.scheduler.stats(), serving.manager.stats()
     assert replace(serving.stats(), compilations_at_warm_up=0) == EngineStats(
-        "float32", "xla", reason, 0, 0, 0, 0, 0, serving.scheduler.stats(), serving.manager.stats()
+        "float32", "xla", reason, 1, 0, 0, 0, 0, 0, scheduler, manager
     )
     complete(serving, [list(range(2, 42))], 3)  # 32, 8 in a program of 32, then two decode steps
     stats = serving.stats()

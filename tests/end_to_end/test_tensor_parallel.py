@@ -89,6 +89,7 @@ def test_several_devices_serve_as_one_does(found):
     for number in ("2", "4", "8"):
         several = found[number]
         assert several["outputs"] == one["outputs"], number
+        assert several["devices"] == int(number)
         assert (several["hits"], several["preemptions"]) == (one["hits"], one["preemptions"])
         assert several["parked"] > 0
         assert several["compilations"] == [0, 0, 0]
@@ -152,6 +153,7 @@ def test_a_mesh_of_one_device(directory):
     stats = meshed.stats()
     assert stats.compilations_after_warm_up == 0
     assert stats.attention_reason == alone.stats().attention_reason
+    assert stats.num_devices == 1
     # New weights go where the old ones are.
     params = jax.tree.map(lambda leaf: -leaf, model.params)
     for engine in (alone, meshed):

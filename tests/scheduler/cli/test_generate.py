@@ -47,6 +47,7 @@ def test_json_has_the_outputs_in_order(radixkv: Any, model_dir: Path, prompts: P
     stats = results["stats"]
     assert (stats["dtype"], stats["attention_backend"]) == ("float32", "xla")
     assert stats["attention_reason"].startswith("mosaic needs an NVIDIA GPU")
+    assert stats["num_devices"] == 1
 
 
 @pytest.mark.slow
