@@ -25,6 +25,7 @@ def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
+@pytest.mark.nightly
 def test_our_side_generates_the_same_from_a_cached_prompt(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path)
     worker = cpu.Worker(sys.executable, "radixkv", tmp_path, "float32")

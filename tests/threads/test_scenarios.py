@@ -33,6 +33,7 @@ def test_no_order_of_the_threads_fails(scenario, pytestconfig):
     Explorer(scenario).check(range(first, first + NUM_SCHEDULES))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("module", "bug"), BUGS, ids=[f"{module.rsplit('.')[-1]}-{bug.name}" for module, bug in BUGS]
 )

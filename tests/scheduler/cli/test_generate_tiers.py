@@ -57,7 +57,7 @@ def test_the_second_run_finds_what_the_first_has_stored(
     assert re.fullmatch("[0-9a-f]{16}", stats["storage"]["namespace"])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.nightly)])
 def test_16_bit_kv_passes_through_every_tier_and_node(
     radixkv: Any, arguments: list[object], tmp_path: Path, dtype: str
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_command_caches_its_programs_and_the_library_does_not(
     prompts = tmp_path / "prompts.json"
     prompts.write_text("[[1, 2, 3]]")
     generate = ["generate", model_dir, "--prompts", prompts, "--max-new-tokens", 1]
+    generate += ["--token-budget", 3, "--device-blocks", 2]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
     environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
 
