@@ -21,6 +21,7 @@ Workarounds, and their issues in jax-ml/jax as of 2026-11-23:
   #39966 and #39997 are shapes for which it fails.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -60,14 +61,19 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
     return call
 
 
-def tiles(dtype: Any) -> tuple[Any, ...]:
-    """Transforms of a shared buffer for WGMMA: tiles of 8 rows of 128 bytes, swizzled.
+def tiles(dtype: Any, columns: int) -> tuple[Any, ...]:
+    """Transforms of a shared buffer for WGMMA: tiles of 8 rows of up to 128 bytes, swizzled.
 
-    A buffer of 1-byte numbers, which threads convert for WGMMA, has rows of 64 bytes and thus the
-    same 64 columns.
+    Tiles divide the columns of the buffer, at most 64, so tiles of 16-bit numbers have rows of
+    128, 64 or 32 bytes, the swizzles that WGMMA reads::
+
+        columns            64, 128, 192, 256    96    80, 112
+        columns of a tile                 64    32         16
+
+    A buffer of 1-byte numbers, which threads convert for WGMMA, has tiles of the same columns.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    columns = min(64, 128 // itemsize)
+    columns = math.gcd(columns, min(64, 128 // itemsize))
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * itemsize)
 
 

@@ -116,7 +116,8 @@ class Kernel:
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers by name."""
-        tiled = partial(plgpu.SMEM, dtype=self.dtype, transforms=mosaic.tiles(self.dtype))
+        transforms = mosaic.tiles(self.dtype, LATENT_DIM)
+        tiled = partial(plgpu.SMEM, dtype=self.dtype, transforms=transforms)
         # These share one place, because their lifetimes do not overlap: the queries; later the
         # output, or a part of a split's output.
         staged = (

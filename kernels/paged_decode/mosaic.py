@@ -28,6 +28,9 @@ blocks share a multiprocessor, so that one computes or starts while the other lo
 
     pools     head_dim   tile x stages   shared memory   thread blocks   in flight
     16 bit          64        128 x 3          112 KiB               2     128 KiB
+    16 bit          80         64 x 3           70 KiB               2      80 KiB
+    16 bit          96         64 x 3           84 KiB               2      96 KiB
+    16 bit         112         64 x 3           98 KiB               2     112 KiB
     16 bit         128         64 x 3          112 KiB               2     128 KiB
     16 bit         192         64 x 3          168 KiB               1      96 KiB
     16 bit         256         64 x 3          224 KiB               1     128 KiB
@@ -142,23 +145,31 @@ class Kernel:
         """Whether registers are left for the block ids of one more tile."""
         return self.head_dim < 256
 
+    @property
+    def columns(self) -> int:
+        """Columns that threads move at a time: whole swizzle tiles."""
+        return math.gcd(self.head_dim, COLUMNS)
+
     def column_chunks(self) -> list[Any]:
         """Column ranges in which threads read and write a tile."""
-        return [pl.ds(first, COLUMNS) for first in range(0, self.head_dim, COLUMNS)]
+        return [pl.ds(first, self.columns) for first in range(0, self.head_dim, self.columns)]
 
     def scratch(self, dtype: Any, pool_dtype: Any) -> dict[str, Any]:
         """Shared memory and barriers by name; `dtype` is that of the queries."""
         tile = (self.config.tile_tokens, self.head_dim)
         ring = plgpu.SMEM(
-            (self.config.stages, *tile), pool_dtype, transforms=mosaic.tiles(pool_dtype)
+            (self.config.stages, *tile),
+            pool_dtype,
+            transforms=mosaic.tiles(pool_dtype, self.head_dim),
         )
         full = plgpu.Barrier(num_arrivals=self.boxes, num_barriers=self.config.stages)
+        transforms = mosaic.tiles(dtype, self.head_dim)
         # These share one place, because their lifetimes do not overlap: the queries in row-major
         # order, later the output; a part of a split's output; the queries tiled for WGMMA.
         staged = (
             plgpu.SMEM((ROWS, self.head_dim), dtype),
-            plgpu.SMEM((ROWS, COLUMNS), jnp.float32),
-            plgpu.SMEM((ROWS, self.head_dim), dtype, transforms=mosaic.tiles(dtype)),
+            plgpu.SMEM((ROWS, self.columns), jnp.float32),
+            plgpu.SMEM((ROWS, self.head_dim), dtype, transforms=transforms),
         )
         scratch = {
             "staged": staged if self.interpret is not None else plgpu.RefUnion(*staged),
@@ -172,7 +183,8 @@ class Kernel:
             # Weights and values are bfloat16 for any queries, because a weight times a scale may be
             # too small for float16.
             for name, to in (("k_converted", dtype), ("v_converted", jnp.bfloat16)):
-                scratch[name] = plgpu.SMEM(tile, to, transforms=mosaic.tiles(to))
+                transforms = mosaic.tiles(to, self.head_dim)
+                scratch[name] = plgpu.SMEM(tile, to, transforms=transforms)
         return scratch
 
     def body(self, names: tuple[str, ...], *references: Any) -> None:
@@ -365,7 +377,7 @@ class Kernel:
 
     def zero(self, work: WorkTile, start: Any, v: Any) -> None:
         """Zero the values of tokens that the row does not see, because 0 * NaN is NaN."""
-        shape = (self.config.tile_tokens, COLUMNS)
+        shape = (self.config.tile_tokens, self.columns)
         visible = self.visible(work, start + self.iota(shape, 0, plgpu.Layout.WGMMA))
         for columns in self.column_chunks():
             values = self.cast(v[:, columns], plgpu.Layout.WGMMA)
@@ -393,16 +405,17 @@ class Kernel:
         real = pl.ds(0, self.group)
         target = refs.out.at[work.row, work.head, work.split]
         if self.config.splits == 1:
-            for first in range(0, self.head_dim, COLUMNS):  # all at once takes too many registers
-                columns = slice(first, first + COLUMNS)
+            # All at once takes too many registers.
+            for first in range(0, self.head_dim, self.columns):
+                columns = slice(first, first + self.columns)
                 out[:, columns] = weighted[:, columns].astype(out.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out.at[real], target)
         else:
-            for first in range(0, self.head_dim, COLUMNS):
-                part[...] = weighted[:, first : first + COLUMNS]
+            for first in range(0, self.head_dim, self.columns):
+                part[...] = weighted[:, first : first + self.columns]
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(part.at[real], target.at[:, pl.ds(first, COLUMNS)])
+                plgpu.copy_smem_to_gmem(part.at[real], target.at[:, pl.ds(first, self.columns)])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # `part` may be overwritten
         plgpu.wait_smem_to_gmem(0)
 

@@ -21,7 +21,7 @@ BATCHED_TILE_ROWS = 256
 ALIGNMENT = 8
 """Tokens. A tile starts at a multiple of it, the height of a swizzle tile of shared memory."""
 COLUMNS = 64
-"""Columns that the producer has in registers at a time; it has few."""
+"""Columns that the producer has in registers at a time, at most; it has few."""
 ROWS = 64
 """Matrix rows of a consumer warpgroup, the height of WGMMA."""
 WARPGROUPS = 2
@@ -51,6 +51,9 @@ def choose_config(head_dim: int, num_cores: int) -> ExtendConfig:
 
         head_dim   block_kv  stages   shared memory (Q, K, V, output)
               64        128       4   16 + 64 + 64 + 16 KiB
+              80        128       2   20 + 40 + 40 + 20 KiB
+              96        128       2   24 + 48 + 48 + 24 KiB
+             112        128       2   28 + 56 + 56 + 28 KiB
              128        128       2   32 + 64 + 64 + 32 KiB
              192         64       2   48 + 48 + 48 + 16 KiB, the output in three parts
              256         64       2   64 + 64 + 64 + 16 KiB, the output in four parts

@@ -1,5 +1,6 @@
 """References, static parameters and tile scheduling of the Mosaic `paged_extend`."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from jaxtyping import Array
 
 from ..mosaic_compat import Interpret, plgpu, tiles
 from ..online_softmax import AttentionOptions
-from .config import ROWS, WARPGROUPS, ExtendConfig
+from .config import COLUMNS, ROWS, WARPGROUPS, ExtendConfig
 from .work_list import WorkItem, zigzag
 
 MATRIX = plgpu.Layout.WGMMA
@@ -104,6 +105,11 @@ class KernelParams:
         return max(1, self.config.block_kv // self.block_size)
 
     @property
+    def columns(self) -> int:
+        """Columns that the producer has in registers at a time: whole swizzle tiles."""
+        return math.gcd(self.head_dim, COLUMNS)
+
+    @property
     def out_columns(self) -> int:
         """Columns of the output staged at a time: all of them if shared memory suffices."""
         return self.head_dim if self.head_dim <= (64 if self.quantised else 128) else 64
@@ -131,14 +137,15 @@ class KernelParams:
     def scratch(self) -> tuple[Any, ...]:
         """Shared memory and barriers, in the order of `KernelRefs`."""
         stages = self.config.stages
-        matrix = partial(plgpu.SMEM, dtype=self.dtype, transforms=tiles(self.dtype))
+        matrix = partial(plgpu.SMEM, dtype=self.dtype, transforms=tiles(self.dtype, self.head_dim))
         ring = matrix((stages, self.config.block_kv, self.head_dim))
         empty = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
         arrivals = 1 if self.quantised else self.copies_per_stage
         quantised: tuple[Any, ...] = ()
         if self.quantised:
             shape = self.config.block_kv, self.head_dim
-            tile = plgpu.SMEM(shape, self.pool_dtype, transforms=tiles(self.pool_dtype))
+            transforms = tiles(self.pool_dtype, self.head_dim)
+            tile = plgpu.SMEM(shape, self.pool_dtype, transforms=transforms)
             full = plgpu.Barrier(num_arrivals=self.copies_per_stage, num_barriers=2)
             quantised = tile, tile, full
         return (

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array
 
 from ..mosaic_compat import iota, layout_cast, load, pl, plgpu, when
-from .config import COLUMNS, ROWS
+from .config import ROWS
 from .kernel_params import MATRIX, KernelParams, KernelRefs
 from .work_list import WorkItem
 
@@ -148,11 +148,11 @@ class Producer(NamedTuple):
             factor = layout_cast(factor, QUANTISED.reduce(1), interpret)
             for j in range(row // rows + 1, -(-(row + ROWS) // rows)):
                 factor = jnp.where(index >= j * rows, factors[j], factor)
-            factor = lax.broadcast_in_dim(factor, (ROWS, COLUMNS), [0])
+            factor = lax.broadcast_in_dim(factor, (ROWS, params.columns), [0])
             first = i * params.config.block_kv + row
             written = self.written(item, first, QUANTISED)
-            for column in range(0, params.head_dim, COLUMNS):
-                part = (pl.ds(row, ROWS), pl.ds(column, COLUMNS))
+            for column in range(0, params.head_dim, params.columns):
+                part = (pl.ds(row, ROWS), pl.ds(column, params.columns))
                 numbers = layout_cast(tile[part], QUANTISED, interpret)
                 if numbers.dtype != jnp.int8:
                     # There is no direct instruction from float8 to float32.
@@ -167,12 +167,13 @@ class Producer(NamedTuple):
         params = self.params
         for row in range(0, params.config.block_kv, ROWS):
             written = self.written(item, first + row, MATRIX)
-            for column in range(0, params.head_dim, COLUMNS):
-                part = (pl.ds(row, ROWS), pl.ds(column, COLUMNS))
+            for column in range(0, params.head_dim, params.columns):
+                part = (pl.ds(row, ROWS), pl.ds(column, params.columns))
                 value = load(v, part, MATRIX, params.interpret)
                 v[part] = jnp.where(written, value, jnp.zeros_like(value))
 
     def written(self, item: WorkItem, first: Array, layout: Any) -> Array:
         """Mask of the ROWS positions from `first` on that lie in [kv_begin, kv_end)."""
-        position = first + iota((ROWS, COLUMNS), 0, layout, self.params.interpret)
+        shape = ROWS, self.params.columns
+        position = first + iota(shape, 0, layout, self.params.interpret)
         return (position >= item.kv_begin) & (position < item.kv_end)

@@ -103,11 +103,11 @@ def test_accelerators_run_all_layers_at_once(model, monkeypatch):
     assert len(lowered) == 4 and not any(isinstance(key, tuple) for key in lowered)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_h100_runs_the_backend_that_is_reported(tmp_path, dtype, monkeypatch):
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 64), ("bfloat16", 96)])
+def test_an_h100_runs_the_backend_that_is_reported(tmp_path, dtype, head_dim, monkeypatch):
     """Attention kernels are in the programs for it exactly if the report says so."""
     monkeypatch.setattr(programs, "_compile", lambda lowerings: {})  # those of this machine
-    heads = {"num_attention_heads": 4, "head_dim": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "head_dim": head_dim, "num_hidden_layers": 1}
     make_tiny_checkpoint(tmp_path, overrides=heads)
     runner = Engine(load_model(tmp_path, dtype), **{**SIZES, "block_size": 16})._runner
     model, arrays, kernels = runner.model, runner.arrays, {}

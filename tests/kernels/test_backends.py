@@ -134,7 +134,10 @@ class TestAttention:
         ("arguments", "reason"),
         [
             ({"dtype": "float32"}, "mosaic needs q of bfloat16 or float16, got float32"),
-            ({"head_dim": 80}, "mosaic needs a head_dim of 64, 128, 192 or 256, got 80"),
+            (
+                {"head_dim": 72},
+                "mosaic needs a head_dim of 64, 80, 96, 112, 128, 192 or 256, got 72",
+            ),
             ({"q_heads": 34}, "mosaic needs at most 16 query heads per KV head, got 17"),
             ({"q_heads": 130}, "mosaic needs at most 64 query heads per KV head, got 65"),
         ],

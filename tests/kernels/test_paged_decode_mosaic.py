@@ -74,6 +74,14 @@ class TestSimulated(DecodeChecks):
             lengths=[0, 1, 33, 64, 65, 600], heads=Heads(2, 3, 64), block_size=32, config=FEW,
             soft_cap=2.0, window=200, sinks=SINKS[:6],
         ),
+        "a head_dim of 80": dict(lengths=[0, 65], heads=Heads(2, 3, 80)),
+        "a head_dim of 96, splits, every option": dict(
+            lengths=[0, 130], heads=Heads(1, 7, 96), block_size=32, config=FEW,
+            soft_cap=2.0, window=200, sinks=SINKS,
+        ),
+        "a head_dim of 112": dict(
+            lengths=[0, 63], heads=Heads(2, 1, 112), block_size=64, dtype="float16"
+        ),
         "a head_dim of 192": dict(lengths=[0, 70], heads=Heads(1, 7, 192), block_size=32),
         "a head_dim of 256": dict(
             lengths=[0, 70], heads=Heads(1, 7, 256), block_size=64, dtype="float16"
@@ -187,7 +195,7 @@ CASES = [
     for block_size in BLOCK_SIZES
     for head_dim in HEAD_DIMS
     for pool_dtype, everything in (("bfloat16", False), ("int8", True), ("float8_e4m3fn", False))
-    if not (pool_dtype in QUANTISED and head_dim > 128)
+    if pool_dtype not in QUANTISED or head_dim in (64, 128)
 ]
 # The other sizes.
 OTHERS = [
@@ -207,6 +215,9 @@ class TestForHopper:
     # The block sizes with the most copies, which take the most registers.
     COMPILED = (
         Case(64, 16),
+        Case(80, 16),
+        Case(96, 64, everything=False, batch=64, group=5),
+        Case(112, 16),
         Case(128, 16),
         Case(128, 64, everything=False, batch=64),
         Case(192, 16),
@@ -269,8 +280,9 @@ class TestUnsupported:
         [
             (Case(128, 16, "float32", "float32"), "q of bfloat16 or float16, got float32"),
             (Case(128, 16, "float16"), "pools of q's dtype bfloat16, got float16"),
-            (Case(80, 16), "a head_dim of 64, 128, 192 or 256, got 80"),
+            (Case(72, 16), "a head_dim of 64, 80, 96, 112, 128, 192 or 256, got 72"),
             (Case(128, 8), "a block_size of 16, 32, 64 or 128, got 8"),
+            (Case(96, 32, "int8"), "a head_dim of 64 or 128 for quantised pools, got 96"),
             (Case(256, 32, "int8"), "a head_dim of 64 or 128 for quantised pools, got 256"),
             (Case(128, 16, batch=0), "at least one row, got none"),
         ],

@@ -107,6 +107,14 @@ CASES: dict[str, dict[str, Any]] = {
         kv_lengths=[9, 30, 3, 40, 5], q_lengths=[5, 2, 7, 3, 0], q_starts=[20, 9, 1, 12, -77],
         num_tokens=30, width=2, heads=Heads(2, 1, 64),
     ),
+    "a head_dim of 80": dict(kv_lengths=[70, 3], q_lengths=[9, 3], heads=Heads(2, 1, 80)),
+    "a head_dim of 96, every option": dict(
+        kv_lengths=[70], q_lengths=[20], block_size=32, heads=Heads(1, 4, 96), soft_cap=2.0,
+        window=50, sinks=jnp.array([-2.0, 0.0, 3.0, 50.0]),
+    ),
+    "a head_dim of 112": dict(
+        kv_lengths=[65], q_lengths=[16], block_size=64, heads=Heads(1, 2, 112), dtype="float16"
+    ),
     "a head_dim of 192, in three parts": dict(
         kv_lengths=[70], q_lengths=[20], block_size=32, heads=Heads(1, 2, 192),
     ),
@@ -238,6 +246,9 @@ def attend_tiles(args, more, soft_cap=None, window=None, return_lse=False):
 
 COMPILED = [
     *(dict(head_dim=d, **options) for d in (64, 128, 192, 256) for options in ({}, EVERY_OPTION)),
+    dict(head_dim=80, **EVERY_OPTION),
+    dict(head_dim=96, group=5),
+    dict(head_dim=112, **EVERY_OPTION),
     dict(head_dim=256, block_size=64),
     dict(head_dim=256, kv_heads=32, group=1, **EVERY_OPTION),
     dict(head_dim=256, group=5, block_size=32, dtype="float16", return_lse=True),
@@ -285,7 +296,7 @@ class TestChoice:
     REFUSED = (
         (dict(dtype="float32"), "mosaic needs q of bfloat16 or float16, got float32"),
         (dict(pool_dtype="int8", head_dim=256), "mosaic needs a head_dim of 64 or 128 for quantised pools, got 256"),  # noqa: E501
-        (dict(head_dim=80), "mosaic needs a head_dim of 64, 128, 192 or 256, got 80"),
+        (dict(head_dim=72), "mosaic needs a head_dim of 64, 80, 96, 112, 128, 192 or 256, got 72"),
         (dict(block_size=8), "mosaic needs a block_size of 16, 32, 64 or 128, got 8"),
         (dict(group=17), "mosaic needs at most 16 query heads per KV head, got 17"),
         (dict(tokens=0), "mosaic needs at least one token and one row, got 0 and 8"),
