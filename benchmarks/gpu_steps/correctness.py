@@ -40,6 +40,7 @@ CASES = (
     (Heads(2, 7, 64), 16, "float16", "float16", True),
     (Heads(2, 4, 80), 16, "bfloat16", "bfloat16", True),
     (Heads(2, 3, 96), 64, "bfloat16", "bfloat16", False),
+    (Heads(1, 64, 64), 16, "bfloat16", "bfloat16", True),
     (Heads(2, 4, 112), 32, "float16", "float16", True),
     (Heads(1, 2, 192), 64, "bfloat16", "bfloat16", False),
     (Heads(1, 2, 256), 64, "bfloat16", "bfloat16", True),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 
 from ..mosaic_limits import unsupported_attention
+from ..paged_decode.config import WGMMA_ROWS
 
 CHUNK_TOKENS = 256
 """KV tokens of a step of the jnp backend."""
@@ -27,7 +28,7 @@ ROWS = 64
 WARPGROUPS = 2
 """Number of consumer warpgroups; one more is the producer."""
 TILE_ROWS = WARPGROUPS * ROWS
-"""Matrix rows of a work tile: tokens times the query heads that share a KV head."""
+"""Matrix rows of a work tile: tokens times query heads that share a KV head."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,23 @@ def choose_config(head_dim: int, num_cores: int) -> ExtendConfig:
     return ExtendConfig(num_cores, block_kv=64, stages=2)
 
 
-def tile_tokens_of(group: int) -> int:
-    """Tokens of a query tile for a group of query heads; 0 if the group is too large."""
-    return TILE_ROWS // group // ALIGNMENT * ALIGNMENT
+def tile_heads_of(group: int) -> int:
+    """Query heads of a work tile, for a group that shares a KV head.
+
+    A tile has at least `ALIGNMENT` tokens and hence at most 16 heads. A larger group is divided
+    evenly among tiles that read the same KV, from the L2 cache; each has 128 rows to multiply it
+    with, so the arithmetic per byte of shared memory stays the same::
+
+        group       1 .. 16    20    24    32    40    48    64    17 (a prime)
+        heads         group    10    12    16    10    16    16     1
+    """
+    most = TILE_ROWS // ALIGNMENT
+    return max(heads for heads in range(1, most + 1) if group % heads == 0)
+
+
+def tile_tokens_of(heads: int) -> int:
+    """Tokens of a work tile of this number of query heads."""
+    return TILE_ROWS // heads // ALIGNMENT * ALIGNMENT
 
 
 def unsupported(q: jax.Array | jax.ShapeDtypeStruct, k_blocks: jax.Array, batch: int) -> str | None:
@@ -79,9 +94,10 @@ def unsupported(q: jax.Array | jax.ShapeDtypeStruct, k_blocks: jax.Array, batch:
     if (shared := unsupported_attention(q, k_blocks)) is not None:
         return shared
     tokens, q_heads, kv_heads = q.shape[0], q.shape[1], k_blocks.shape[1]
-    most = TILE_ROWS // ALIGNMENT
-    if q_heads // kv_heads > most:
-        return f"mosaic needs at most {most} query heads per KV head, got {q_heads // kv_heads}"
+    if q_heads // kv_heads > WGMMA_ROWS:  # single tokens are those of `paged_decode`
+        return (
+            f"mosaic needs at most {WGMMA_ROWS} query heads per KV head, got {q_heads // kv_heads}"
+        )
     if tokens == 0 or batch == 0:
         return f"mosaic needs at least one token and one row, got {tokens} and {batch}"
     return None

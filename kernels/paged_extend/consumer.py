@@ -72,7 +72,7 @@ class Consumer(NamedTuple):
     def load_q(self, wave: Array) -> None:
         """Start to copy this warpgroup's queries of a wave."""
         params, refs, warpgroup = self
-        _, head, item = params.work_tile(refs, wave)
+        _, head_group, item = params.work_tile(refs, wave)
 
         for w in range(WARPGROUPS):
 
@@ -83,7 +83,7 @@ class Consumer(NamedTuple):
                     plgpu.barrier_arrive(refs.q_full.at[w])
                 for row, g, token, rows in copies:
                     first = pl.multiple_of(item.first_token + token, ALIGNMENT)
-                    source = refs.q.at[pl.ds(first, rows), head * params.group + g]
+                    source = refs.q.at[pl.ds(first, rows), head_group * params.group + g]
                     target = refs.shared_q.at[w, pl.ds(row, rows)]
                     plgpu.copy_gmem_to_smem(source, target, refs.q_full.at[w])
 
@@ -199,13 +199,13 @@ class Consumer(NamedTuple):
     def store(self, work: WorkTile, state: SoftmaxState) -> None:
         """Normalise and store the tile; a row that saw nothing gets 0, and -inf as lse."""
         params, refs, warpgroup = self
-        index, head, item = work
+        index, head_group, item = work
         weighted, peak, total = state
         empty = total == 0.0
         valid = jnp.where(item.fits != 0, 1.0, jnp.nan).astype(jnp.float32)
         factor = valid
         if refs.sinks is not None:
-            sink = load(refs.sinks.at[head], warpgroup, ROW_VECTOR, params.interpret)
+            sink = load(refs.sinks.at[head_group], warpgroup, ROW_VECTOR, params.interpret)
             new_peak = jnp.maximum(peak, sink)
             factor = jnp.exp2(peak - new_peak)
             total = total * factor + jnp.exp2(sink - new_peak)
@@ -219,16 +219,16 @@ class Consumer(NamedTuple):
             part = result[:, column : column + params.out_columns]
             refs.shared_out[warpgroup] = part.astype(params.dtype)
             plgpu.commit_smem()  # of output
-            pl.loop(0, params.group)(partial(self.store_head, head, item, column))
+            pl.loop(0, params.group)(partial(self.store_head, head_group, item, column))
         if refs.lse is not None:
             log = (peak + jnp.log2(total)) * (1 / LOG2_E)
             refs.shared_lse[warpgroup] = jnp.where(empty, -jnp.inf, log) * valid
             plgpu.commit_smem()  # of lse
-            target = refs.lse.at[index, head, warpgroup]
+            target = refs.lse.at[index, head_group, warpgroup]
             plgpu.copy_smem_to_gmem(refs.shared_lse.at[warpgroup], target)
 
-    def store_head(self, head: Array, item: WorkItem, column: int, g: Array) -> None:
-        """Copy the valid tokens of query head `g` to the output, and nothing else.
+    def store_head(self, head_group: Array, item: WorkItem, column: int, g: Array) -> None:
+        """Copy the valid tokens of query head `g` of the group to the output, and nothing else.
 
         A copy has a static size, so a range of tokens is cut into powers of two: 13 = 8 + 4 + 1.
         """
@@ -247,5 +247,5 @@ class Consumer(NamedTuple):
                 row = begin + (length & ~(2 * size - 1))
                 tokens = pl.ds(item.first_token + row - start, size)
                 columns = pl.ds(column, params.out_columns)
-                target = refs.out.at[tokens, head * params.group + g, columns]
+                target = refs.out.at[tokens, head_group * params.group + g, columns]
                 plgpu.copy_smem_to_gmem(refs.shared_out.at[warpgroup, pl.ds(row, size)], target)

@@ -30,10 +30,10 @@ class KernelRefs(NamedTuple):
     v_scales: Any
     """As in `paged_extend` for quantised pools, else None."""
     sinks: Any
-    """[kv_heads, WARPGROUPS, ROWS] float32, or None."""
+    """[head_groups, WARPGROUPS, ROWS] float32, or None."""
     out: Any
     lse: Any
-    """[items, kv_heads, WARPGROUPS, ROWS] float32, or None."""
+    """[items, head_groups, WARPGROUPS, ROWS] float32, or None."""
     shared_q: Any
     """[WARPGROUPS, ROWS, head_dim]"""
     shared_k: Any
@@ -60,10 +60,10 @@ class KernelRefs(NamedTuple):
 
 
 class WorkTile(NamedTuple):
-    """The work of a thread block in one wave: a query tile for one KV head."""
+    """The work of a thread block in one wave: a query tile for one group of query heads."""
 
     item_index: Array
-    head: Array
+    head_group: Array
     item: WorkItem
 
 
@@ -71,8 +71,11 @@ class WorkTile(NamedTuple):
 class KernelParams:
     """Static parameters of a launch, and the quantities that follow from them."""
 
-    kv_heads: int
+    head_groups: int
+    """Groups of query heads; each has its own work tiles."""
     group: int
+    """Query heads of a group, which share a KV head."""
+    groups_per_kv_head: int
     head_dim: int
     block_size: int
     num_blocks: int
@@ -166,14 +169,14 @@ class KernelParams:
     def work_tile(self, refs: KernelRefs, wave: Array) -> WorkTile:
         """The work tile of this thread block in a wave."""
         index = zigzag(wave, lax.axis_index("program"), self.config.programs)
-        item = lax.div(index, jnp.int32(self.kv_heads))
-        head = lax.rem(index, jnp.int32(self.kv_heads))
+        item = lax.div(index, jnp.int32(self.head_groups))
+        head_group = lax.rem(index, jnp.int32(self.head_groups))
         fields = range(len(WorkItem._fields))
-        return WorkTile(item, head, WorkItem(*(refs.items[item, field] for field in fields)))
+        return WorkTile(item, head_group, WorkItem(*(refs.items[item, field] for field in fields)))
 
     def num_waves(self, refs: KernelRefs) -> Array:
         """Number of work tiles of this thread block."""
-        work_tiles = refs.num_items[0] * self.kv_heads
+        work_tiles = refs.num_items[0] * self.head_groups
         whole = lax.div(work_tiles, jnp.int32(self.config.programs))
         last = zigzag(whole, lax.axis_index("program"), self.config.programs)
         waves: Array = whole + (last < work_tiles).astype(jnp.int32)

@@ -1,8 +1,8 @@
 """The Mosaic GPU backend of `paged_extend`, for Hopper: a warp-specialised, persistent kernel.
 
 One thread block per multiprocessor works through the work tiles of `work_list`, in zigzag order. A
-work tile is 128 matrix rows: `tile_tokens` tokens times the `group` query heads of one KV head,
-head by head, so that all of them share each KV tile that is read (group 4, 32 tokens)::
+work tile is 128 matrix rows: `tile_tokens` tokens times a `group` of up to 16 query heads of one
+KV head, head by head, so that all of them share each KV tile that is read (group 4, 32 tokens)::
 
     row         0            32           64           96         127
                 |   head 0   |   head 1   |   head 2   |   head 3   |
@@ -51,7 +51,15 @@ from ..online_softmax import AttentionOptions
 from ..paged_decode.config import DecodeConfig
 from ..paged_decode.mosaic import decode
 from . import consumer, producer
-from .config import ALIGNMENT, ROWS, TILE_ROWS, WARPGROUPS, ExtendConfig, tile_tokens_of
+from .config import (
+    ALIGNMENT,
+    ROWS,
+    TILE_ROWS,
+    WARPGROUPS,
+    ExtendConfig,
+    tile_heads_of,
+    tile_tokens_of,
+)
 from .kernel_params import KernelParams, KernelRefs
 from .work_list import WorkItem, WorkList, attend_single_tokens, build_work_list
 
@@ -137,11 +145,13 @@ def extend_tiles(
     num_tokens, q_heads, head_dim = q.shape
     num_blocks, kv_heads, block_size, _ = k_blocks.shape
     out = jnp.zeros_like(q)
-    group = q_heads // kv_heads
+    group = tile_heads_of(q_heads // kv_heads)
+    head_groups = q_heads // group
     tile_tokens = tile_tokens_of(group)
     params = KernelParams(
-        kv_heads=kv_heads,
+        head_groups=head_groups,
         group=group,
+        groups_per_kv_head=head_groups // kv_heads,
         head_dim=head_dim,
         block_size=block_size,
         num_blocks=num_blocks,
@@ -170,7 +180,7 @@ def extend_tiles(
         q = jnp.pad(q, ((0, padded_tokens - num_tokens), (0, 0), (0, 0)))
     updated = [out]
     if return_lse:
-        updated.append(jnp.zeros((work.items.shape[0], kv_heads, WARPGROUPS, ROWS), jnp.float32))
+        updated.append(jnp.zeros((work.items.shape[0], head_groups, WARPGROUPS, ROWS), jnp.float32))
     inputs = [q, k_blocks, v_blocks, block_tables, work.items, work.num_items]
     inputs.extend(scales or ())
     if sinks is not None:
@@ -190,12 +200,12 @@ def extend_tiles(
     return results[0], _lse_by_token(results[1], work, params) if return_lse else None
 
 
-def _sinks_by_row(sinks: Array, params: KernelParams) -> Float[Array, "kv_heads warpgroups rows"]:
+def _sinks_by_row(sinks: Array, params: KernelParams) -> Float[Array, "groups warpgroups rows"]:
     """The sink of each matrix row, in base 2."""
     by_row = jnp.repeat(sinks.astype(jnp.float32) * consumer.LOG2_E, params.tile_tokens)
-    by_row = by_row.reshape(params.kv_heads, -1)
+    by_row = by_row.reshape(params.head_groups, -1)
     by_row = jnp.pad(by_row, ((0, 0), (0, TILE_ROWS - by_row.shape[1])))
-    return by_row.reshape(params.kv_heads, WARPGROUPS, ROWS)
+    return by_row.reshape(params.head_groups, WARPGROUPS, ROWS)
 
 
 def _lse_by_token(
@@ -205,7 +215,7 @@ def _lse_by_token(
     tokens = jnp.arange(work.item_of_token.size, dtype=jnp.int32)
     item = jnp.maximum(work.item_of_token, 0)
     offset = jnp.clip(tokens - WorkItem(*work.items.T).first_token[item], 0, params.tile_tokens - 1)
-    lse = lse.reshape(-1, params.kv_heads, TILE_ROWS)[:, :, : params.group * params.tile_tokens]
-    lse = lse.reshape(-1, params.kv_heads, params.group, params.tile_tokens)[item, :, :, offset]
+    lse = lse.reshape(-1, params.head_groups, TILE_ROWS)[:, :, : params.group * params.tile_tokens]
+    lse = lse.reshape(-1, params.head_groups, params.group, params.tile_tokens)[item, :, :, offset]
     found = work.item_of_token[:, None] >= 0
     return jnp.where(found, lse.reshape(tokens.size, -1), -jnp.inf)

@@ -29,7 +29,8 @@ class Producer(NamedTuple):
             plgpu.set_max_registers(params.registers[1], action="decrease")
 
         def tile(wave: Array, before: Array) -> Array:
-            _, head, item = params.work_tile(refs, wave)
+            _, head_group, item = params.work_tile(refs, wave)
+            head = lax.div(head_group, jnp.int32(params.groups_per_kv_head))
             step = partial(self.copy_step, head, item, before - item.step_begin)
             if params.quantised:
                 for is_k in (True, False):

@@ -15,7 +15,7 @@ from radixkv.kernels.online_softmax import AttentionOptions
 from radixkv.kernels.paged_decode.config import DecodeConfig
 from radixkv.kernels.paged_extend import consumer, producer
 from radixkv.kernels.paged_extend import mosaic as paged_extend_mosaic
-from radixkv.kernels.paged_extend.config import ExtendConfig, choose_config
+from radixkv.kernels.paged_extend.config import ExtendConfig, choose_config, tile_heads_of
 
 from . import oracle
 from .interpret import PARAMS, SEES_ASYNC_RACES, assert_caught, races_detected
@@ -106,6 +106,10 @@ CASES: dict[str, dict[str, Any]] = {
     "rows in any order, longer than the table, more queries than KV": dict(
         kv_lengths=[9, 30, 3, 40, 5], q_lengths=[5, 2, 7, 3, 0], q_starts=[20, 9, 1, 12, -77],
         num_tokens=30, width=2, heads=Heads(2, 1, 64),
+    ),
+    "a group of 20, two tiles for each KV head, every option": dict(
+        kv_lengths=[70, 9], q_lengths=[13, 9], heads=Heads(2, 20, 64), soft_cap=2.0, window=50,
+        sinks=jnp.linspace(-9.0, 20.0, 40),
     ),
     "a head_dim of 80": dict(kv_lengths=[70, 3], q_lengths=[9, 3], heads=Heads(2, 1, 80)),
     "a head_dim of 96, every option": dict(
@@ -253,6 +257,7 @@ COMPILED = [
     dict(head_dim=256, kv_heads=32, group=1, **EVERY_OPTION),
     dict(head_dim=256, group=5, block_size=32, dtype="float16", return_lse=True),
     dict(kv_heads=4, group=7, dtype="float16"),
+    dict(kv_heads=2, group=64, **EVERY_OPTION),
     dict(pool_dtype="int8", **EVERY_OPTION),
     dict(pool_dtype="float8_e4m3fn", **EVERY_OPTION),
     dict(pool_dtype="float8_e4m3fn", head_dim=64, dtype="float16"),
@@ -287,7 +292,8 @@ def test_compiles_for_an_h100(case):
     assert report.count("wgmma.mma_async") == loops * (head_dim + block_kv) // 16
     assert report.count(columns) > 0 and report.count(both) > 0
     # A copy for each block of K and V and each head of Q at least, stores besides.
-    loads = (2 + 2 * quantised) * max(1, block_kv // block_size) + shapes.get("group", 4)
+    heads = tile_heads_of(shapes.get("group", 4))
+    loads = (2 + 2 * quantised) * max(1, block_kv // block_size) + heads
     assert report.count("cp.async.bulk.tensor") >= loads
     assert report.count("cp.async.bulk.tensor") - loads < 50
 
@@ -298,7 +304,7 @@ class TestChoice:
         (dict(pool_dtype="int8", head_dim=256), "mosaic needs a head_dim of 64 or 128 for quantised pools, got 256"),  # noqa: E501
         (dict(head_dim=72), "mosaic needs a head_dim of 64, 80, 96, 112, 128, 192 or 256, got 72"),
         (dict(block_size=8), "mosaic needs a block_size of 16, 32, 64 or 128, got 8"),
-        (dict(group=17), "mosaic needs at most 16 query heads per KV head, got 17"),
+        (dict(group=65), "mosaic needs at most 64 query heads per KV head, got 65"),
         (dict(tokens=0), "mosaic needs at least one token and one row, got 0 and 8"),
         (dict(batch=0), "mosaic needs at least one token and one row, got 2048 and 0"),
     )  # fmt: skip

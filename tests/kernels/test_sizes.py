@@ -226,10 +226,14 @@ def largest_group_of_decode(module: ModuleType, distance: int) -> None:
 
 
 def largest_group_of_extend(module: ModuleType, distance: int) -> None:
-    """A tile has 8 tokens at least."""
-    q_heads = extend_config.TILE_ROWS // extend_config.ALIGNMENT + distance
-    q, pool = shaped((3, q_heads, 64), "bfloat16"), shaped((9, 1, 16, 64), "bfloat16")
-    assert (module.unsupported(q, pool, 1) is None) == (distance <= 0)
+    """A tile has 8 tokens at least, so it has 16 heads at most; single tokens have 64."""
+    most = extend_config.TILE_ROWS // extend_config.ALIGNMENT
+    for group in (most + distance, 2 * most + distance, decode_config.WGMMA_ROWS + distance):
+        heads = module.tile_heads_of(group)
+        assert heads == max(n for n in range(1, most + 1) if group % n == 0)
+        assert module.tile_tokens_of(heads) >= extend_config.ALIGNMENT
+        q, pool = shaped((3, group, 64), "bfloat16"), shaped((9, 1, 16, 64), "bfloat16")
+        assert (module.unsupported(q, pool, 1) is None) == (group <= decode_config.WGMMA_ROWS)
 
 
 def tile_of_a_group(module: ModuleType, distance: int) -> None:
@@ -491,13 +495,13 @@ def test_at_the_edge_of_a_shape(shape: str, distance: int) -> None:
 
 CHEAP_BUGS = {
     "a group of 65": ("paged_decode.WGMMA_ROWS", "> WGMMA_ROWS", "> WGMMA_ROWS + 1"),
-    "a group of 17": ("paged_extend.TILE_ROWS", "// kv_heads > most", "// kv_heads > most + 1"),
+    "a tile of 17 heads": ("paged_extend.TILE_ROWS", "range(1, most + 1)", "range(1, most + 2)"),
     "a group of 63": ("paged_decode.WGMMA_ROWS", "> WGMMA_ROWS:", ">= WGMMA_ROWS:"),
     "a tile of too many tokens": (
-        "paged_extend.ROWS", "TILE_ROWS // group //", "-(-TILE_ROWS // group) //"
+        "paged_extend.ROWS", "TILE_ROWS // heads //", "-(-TILE_ROWS // heads) //"
     ),
     "a tile of too few tokens": (
-        "paged_extend.WARPGROUPS", "TILE_ROWS // group //", "(TILE_ROWS - 1) // group //"
+        "paged_extend.WARPGROUPS", "TILE_ROWS // heads //", "(TILE_ROWS - 1) // heads //"
     ),
     "splits of one tile": (
         "paged_decode.MAX_SPLITS", "// (2 * tile_tokens)", "// (2 * tile_tokens - 1)"
