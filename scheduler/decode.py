@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from ..kvcache import CacheManager, Lease, OutOfBlocksError
+from ..kvcache import CacheManager, Lease, Match, OutOfBlocksError
 from .batching.batch import BatchScheduler
 from .batching.preemption import PreemptMode
 from .errors import HandoffsOpenError, RefusedError
@@ -37,11 +37,11 @@ from .step_plan import StepPlan
 class DecodeScheduler(Scheduler):
     """Decides which requests generate a token in each step, and which prefill nodes may send KV.
 
-    A prefill node asks for blocks. D matches its own tree first, and grants what it lacks if the
-    reservation allows: it counts running requests and those being received, and leaves enough
-    blocks for one request to finish (see ``reservation``). While a preempted request waits, D
-    grants nothing. A request is published once all of its KV has arrived, and decodes in the next
-    step.
+    A prefill node asks for blocks. D matches its own tree first, asks storage for the blocks after
+    the match, and grants what it lacks then, if the reservation allows: it counts running requests
+    and those being received, and leaves enough blocks for one request to finish (see
+    ``reservation``). While a preempted request waits, D grants nothing. A request is published once
+    all of its KV has arrived, and decodes in the next step.
 
     Preemption and resumption need no prefill node: KV that the cache has lost is recomputed here in
     chunks, or copied back from the tier where it was parked.
@@ -87,7 +87,13 @@ class DecodeScheduler(Scheduler):
                 tier that the manager does not have.
         """
         self._side = side = DecodeSide(
-            manager, epoch=epoch, timing=timing, admit=self._grant, vocab_size=vocab_size
+            manager,
+            epoch=epoch,
+            timing=timing,
+            admit=self._grant,
+            is_fetching=lambda request: self._batch.is_fetching(request),
+            forget=lambda request: self._batch.forget_fetch(request),
+            vocab_size=vocab_size,
         )
         super().__init__(
             BatchScheduler(
@@ -125,8 +131,11 @@ class DecodeScheduler(Scheduler):
 
     # Admission
 
-    def _grant(self, request: Request) -> Lease:
+    def _grant(self, request: Request, may_wait: bool) -> Lease | None:
         """Reserve blocks for a request that is to be received.
+
+        Returns:
+            None if it must wait for blocks from storage, which it may only with `may_wait`.
 
         Raises:
             RequestError: if the model cannot take it.
@@ -137,16 +146,24 @@ class DecodeScheduler(Scheduler):
         if self._check_request is not None:
             self._check_request(request)
         try:
-            lease = self._reserve(request)
+            match = self._check_room(request)
         except (RefusedError, OutOfBlocksError):
             num_blocks = request.max_blocks(self.manager.block_size)
             self._fairness.refused(request.request_id, num_blocks, self._now)
             raise
+        if may_wait and self._batch.is_fetching(request):
+            return None
+        self._batch.admits(request)
         self._fairness.admitted(request.request_id)
         self._queues.number(request)
-        return lease
+        return self.manager.admit(match)
 
-    def _reserve(self, request: Request) -> Lease:
+    def _check_room(self, request: Request) -> Match:
+        """Match a request for which there is room.
+
+        Raises:
+            RefusedError, OutOfBlocksError: if there is none now.
+        """
         queues, side, manager = self._queues, self._side, self.manager
         if queues.preempted:
             raise RefusedError("others wait", len(queues.preempted), 0)
@@ -170,20 +187,20 @@ class DecodeScheduler(Scheduler):
             is_room = max(growth, guard) + sum(set_aside) <= available
             if not is_room or num_taken + len(set_aside) >= self.max_running:
                 raise RefusedError("others wait", len(set_aside), 0)
-        return manager.admit(match)
+        return match
 
     def _start_decoding(self, start: Start) -> None:
         request, commit = start.request, start.commit
         request.sampling = commit.sampling
         request.stop_token_ids = frozenset(commit.stop_token_ids)
         request.late_token_ids = request.stop_token_ids
-        request.num_hit_tokens = commit.hits.device
-        request.num_host_hit_tokens = commit.hits.host
-        request.num_storage_hit_tokens = commit.hits.storage
         for record in unpack_records(commit.first_record, [commit.first_token]):
             request.logprobs = len(record.top)
             request.output_logprobs.append(record)
-        self._batch.add_decoding(request)
+        self._batch.add_decoding(request, start.num_cached_tokens)
+        request.num_hit_tokens = commit.hits.device
+        request.num_host_hit_tokens = commit.hits.host
+        request.num_storage_hit_tokens = commit.hits.storage
         self._keys[request] = start.key
         self._actions.append(Started(start.key, request, start.num_cached_tokens))
         reason = request.append(commit.first_token)

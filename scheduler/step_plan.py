@@ -126,7 +126,8 @@ class SchedulerStats:
     """Counts of events since the scheduler was made.
 
     If all requests have finished and none was preempted, the sum of `hit_tokens`,
-    `host_hit_tokens`, `storage_hit_tokens` and `prefill_tokens` is the length of all prompts.
+    `host_hit_tokens`, `storage_hit_tokens`, `received_tokens` and `prefill_tokens` is the length of
+    all prompts.
 
     Attributes:
         steps: non-empty plans.
@@ -140,6 +141,8 @@ class SchedulerStats:
             that its decode node refuses.
         host_hit_tokens: prompt tokens copied from the host, without `storage_hit_tokens`.
         storage_hit_tokens: prompt tokens that the request's own prefetch brought from storage.
+        received_tokens: prompt tokens whose KV came from a prefill node; only on a decode node,
+            which counts its own hits when a request starts to decode.
         resumed_hit_tokens: tokens that a resumed request did not have to recompute.
         prefill_tokens: tokens computed in prefill chunks.
         recomputed_tokens: prefill tokens that had been computed before a preemption.
@@ -158,6 +161,7 @@ class SchedulerStats:
     hit_tokens: int = 0
     host_hit_tokens: int = 0
     storage_hit_tokens: int = 0
+    received_tokens: int = 0
     resumed_hit_tokens: int = 0
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
@@ -168,6 +172,6 @@ class SchedulerStats:
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens that were found or computed, each once."""
+        """Prompt tokens that were found, received or computed, each once."""
         hits = self.hit_tokens + self.host_hit_tokens + self.storage_hit_tokens
-        return hits + self.prefill_tokens - self.recomputed_tokens
+        return hits + self.received_tokens + self.prefill_tokens - self.recomputed_tokens

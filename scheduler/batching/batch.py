@@ -121,9 +121,41 @@ class BatchScheduler:
         if needed > num_blocks:
             raise RequestTooLargeError(request.max_kv_tokens, needed, num_blocks)
 
-    def add_decoding(self, request: Request) -> None:
-        """Add a request that holds blocks, and whose prompt was computed by another node."""
-        request.has_begun = True  # the prefill node counted its hits
+    def is_fetching(self, request: Request) -> bool:
+        """Tell whether a request in no queue must wait for blocks from storage.
+
+        The first call asks storage for the blocks that the cache lacks.
+        """
+        transfers = self._transfers
+        if transfers is None:
+            return False
+        if request.prefetch is None and request.fetches_after is None:
+            transfers.prefetch(request)
+        return transfers.is_held_up(request)
+
+    def forget_fetch(self, request: Request) -> None:
+        """Give up a request in no queue that waited for blocks from storage."""
+        if self._transfers is not None:
+            self._transfers.forget(request)
+
+    def admits(self, request: Request) -> None:
+        """Note that a request in no queue waits no more for blocks from storage."""
+        if self._transfers is not None:
+            self._transfers.admits(request)
+
+    def add_decoding(self, request: Request, num_cached: int) -> None:
+        """Add a request that holds blocks, and whose prompt was computed by another node.
+
+        Args:
+            request: the request.
+            num_cached: number of tokens that this node had, in all tiers.
+        """
+        on_device = min(lease_of(request).num_hit_blocks * self.manager.block_size, num_cached)
+        self._stats.hit_tokens += on_device
+        if self._transfers is not None:
+            self._transfers.count_hits(request, num_cached)
+        self._stats.received_tokens += request.num_prompt_tokens - num_cached
+        request.has_begun = True  # its hits are counted
         request.status = RequestStatus.RUNNING
         request.num_prefill_tokens = request.num_prompt_tokens
         request.num_computed = request.num_scheduled = request.num_prompt_tokens

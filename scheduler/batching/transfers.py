@@ -114,6 +114,13 @@ class RequestTransfers:
 
     # When it begins to compute
 
+    def admits(self, request: Request) -> None:
+        """Let others prefetch in place of a request that waits no more, even if its own is late."""
+        self._ahead.pop(request.request_id, None)
+        request.fetches_after = None
+        if request.prefetch is not None and not request.prefetch.done:
+            request.prefetch = None
+
     def count_hits(self, request: Request, num_hit: int) -> None:
         """Count which of the first num_hit tokens came from the host, and which from storage.
 
@@ -121,7 +128,7 @@ class RequestTransfers:
 
             prompt  | device | host | by its prefetch | computed |
         """
-        self._ahead.pop(request.request_id, None)
+        self.admits(request)
         prefetch, block_size = request.prefetch, self._manager.block_size
         on_device = min(lease_of(request).num_hit_blocks * block_size, num_hit)
         below, storage = num_hit - on_device, 0

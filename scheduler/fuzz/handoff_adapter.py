@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ...kvcache import CacheManager, HostConfig, Int32Array
+from ...kvcache.storage.keys import StorageNamespace
 from ...kvcache.tiers.operations import Operation, OpKind
 from ...spec.adapters import handoff as spec
 from ..decode import DecodeScheduler
@@ -114,7 +115,10 @@ class _Node(ABC):
 
     def __init__(self, config: Config, role: spec.Role, num_blocks: int, epoch: int) -> None:
         host = HostConfig(config["host_blocks"]) if config["host_blocks"] else None
-        self.manager = CacheManager(num_blocks, config["block_size"], host=host)
+        size, storage = config["block_size"], None
+        if config.get("storage"):
+            storage = StorageNamespace("model", "weights", "float32", size, (0, 1), (0, 1))
+        self.manager = CacheManager(num_blocks, size, host=host, storage=storage)
         self.reporter = NodeReporter(epoch, TIMING, progress_s=0)
         self.now = 0
         self.plans: deque[StepPlan] = deque()
@@ -209,27 +213,28 @@ class _Node(ABC):
 
     # Tiers and the cache
 
-    def take_copies(self) -> list[spec.Copy]:
+    def take_copies(self) -> list[spec.Copy | spec.StorageOperation]:
         """Return the copies between device and host; cancelled ones end later all the same."""
         tiers = self.manager.tiers
         if tiers is None:
             return []
         tiers.take_cancelled()
-        return [
-            spec.Copy(
-                each,
-                each.kind is OpKind.DEVICE_TO_HOST,
-                each.sources.tolist(),
-                each.destinations.tolist(),
-            )
-            for each in tiers.take_operations()
-        ]
+        return list(map(_copy_of, tiers.take_operations()))
 
-    def copied(self, copy: Hashable, ok: bool) -> None:
+    def copied(self, copy: Hashable, ok: Sequence[bool]) -> None:
         """Report the end of a copy."""
         tiers = self.manager.tiers
         assert tiers is not None and isinstance(copy, Operation), "a copy without a host tier"
-        tiers.complete(copy.id, [ok] * copy.num_blocks)
+        tiers.complete(copy.id, ok)
+
+    def storage_keys(self, tokens: spec.Tokens, namespace: int) -> list[str]:
+        """Return the names of the full blocks in storage."""
+        storage = None if self.manager.tiers is None else self.manager.tiers.storage
+        if storage is None:
+            return []
+        size = len(tokens) - len(tokens) % storage.block_size
+        keys = storage.block_keys(np.array(tokens[:size], np.int32), NAMESPACES[namespace])
+        return [key.hex() for key in keys]
 
     def drain(self) -> None:
         """Give hand-offs up."""
@@ -402,6 +407,19 @@ class DecodeNode(_Node):
     def pull_fenced(self, part: spec.Part) -> None:
         """Report that a pull writes no more."""
         self.scheduler.pull_fenced(_part_id(part))
+
+
+def _copy_of(operation: Operation) -> spec.Copy | spec.StorageOperation:
+    sources, destinations = operation.sources.tolist(), operation.destinations.tolist()
+    keys = [key.hex() for key in operation.keys]
+    match operation.kind:
+        case OpKind.LOOKUP:
+            return spec.StorageOperation(operation, "lookup", [], keys)
+        case OpKind.HOST_TO_STORAGE:
+            return spec.StorageOperation(operation, "store", sources, keys)
+        case OpKind.STORAGE_TO_HOST:
+            return spec.StorageOperation(operation, "fetch", destinations, keys)
+    return spec.Copy(operation, operation.kind is OpKind.DEVICE_TO_HOST, sources, destinations)
 
 
 def _part_id(part: spec.Part) -> PartId:

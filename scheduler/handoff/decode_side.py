@@ -30,8 +30,12 @@ from .messages import (
 )
 from .states import DECODE_MOVES, DecodeState
 
-Admit: TypeAlias = Callable[[Request], Lease]
-"""Reserves the blocks of a request's prompt; raises `RefusedError` or as `CacheManager.admit`."""
+Admit: TypeAlias = Callable[[Request, bool], Lease | None]
+"""Reserves the blocks of a request's prompt; raises `RefusedError` or as `CacheManager.admit`.
+
+The flag tells whether the request may wait. If so, the result may be None: blocks of the request
+are on their way from storage.
+"""
 
 _RECEIVES: Final = (DecodeState.LOADING, DecodeState.RECEIVING)
 
@@ -55,6 +59,8 @@ class DecodeSide:
         epoch: int,
         timing: Timing,
         admit: Admit | None = None,
+        is_fetching: Callable[[Request], bool] = lambda request: False,
+        forget: Callable[[Request], object] = lambda request: None,
         vocab_size: int | None = None,
     ) -> None:
         """Create the side of a node.
@@ -64,12 +70,16 @@ class DecodeSide:
             epoch: higher than in any earlier run of the node.
             timing: timeouts.
             admit: admission; default: admit every request for which there are blocks.
+            is_fetching: tells whether a request that `admit` let wait must wait longer.
+            forget: drops a request that waited and is not admitted.
             vocab_size: upper bound of first tokens; None: no bound.
         """
         self.epoch = epoch
         self._manager = manager
         self._timing = timing
         self._admit = admit if admit is not None else self._admit_any
+        self._is_fetching = is_fetching
+        self._forget = forget
         self._vocab_size = vocab_size
         self._now = 0.0
         self._last_grant = 0
@@ -123,7 +133,7 @@ class DecodeSide:
         """Give an attempt up; `Stop` follows if it has started. Ignored if it is unknown."""
         deferred = self._deferred.of(key.request_id)
         if deferred is not None and deferred.key == key:
-            self._deferred.remove(key.request_id)
+            self._drop(deferred)
             reply = self._reply_to(deferred.ask.header)
             self._send(deferred.peer, Abort(reply, reason, fenced=True))
         attempt = self._attempts.find(key)
@@ -199,7 +209,9 @@ class DecodeSide:
                 self._post(attempt, Renew(attempt.header, attempt.missing()))
         for deferred in self._deferred.all():
             if now - deferred.heard_at >= timing.silence_s:
-                self._deferred.remove(deferred.key.request_id)
+                self._drop(deferred)
+            elif deferred.is_fetching and not self._must_wait(deferred):
+                self._asked(deferred)
 
     def _pulling(self, part_id: PartId) -> DecodeAttempt | None:
         """Return the attempt of a pull that is not fenced."""
@@ -229,7 +241,9 @@ class DecodeSide:
         if header.version != PROTOCOL_VERSION:
             return
         if isinstance(message, Abort):
-            self._deferred.abort(peer, header.key)
+            deferred = self._deferred.of(header.key.request_id)
+            if deferred is not None and (deferred.peer, deferred.key) == (peer, header.key):
+                self._drop(deferred)
         attempt = self._attempts.find(header.key)
         if attempt is not None and not (
             attempt.peer == peer and header.grant in (0, attempt.header.grant)
@@ -304,9 +318,16 @@ class DecodeSide:
             return
         for older in known:
             self._give_up(older, "a newer attempt has begun")
+        if deferred is not None and (deferred.peer, deferred.ask.header) == (peer, header):
+            deferred.heard_at = asked.heard_at
+            asked = deferred
+        elif deferred is not None:
+            self._drop(deferred)
         answer = self._reserve(asked, reply)
         if isinstance(answer, Renew):
             self._deferred.add(asked)
+        elif answer is not None:
+            self._drop(asked)
         else:
             self._deferred.remove(header.key.request_id)
         if answer is not None:
@@ -334,10 +355,11 @@ class DecodeSide:
         if needed > self._manager.num_blocks:
             return Refuse(reply, "too large", needed, self._manager.num_blocks)
         try:
-            request = request_of(ask)
+            request = request_of(ask) if asked.request is None else asked.request
+            asked.is_fetching = False
             if self._is_in_flight(request) and self._deferred.has_room:
                 return Renew(reply)
-            lease = request.lease = self._admit(request)
+            lease = request.lease = self._admit(request, self._may_wait(asked))
         except (RequestError, TokenError) as error:
             return Refuse(reply, "malformed", 0, 0, str(error)[:MAX_REASON_CHARS])
         except OutOfBlocksError as short:
@@ -346,6 +368,11 @@ class DecodeSide:
             return Refuse(reply, "too large", large.needed, large.num_blocks)
         except RefusedError as refused:
             return Refuse(reply, refused.reason, refused.needed, refused.available)
+        if lease is None:
+            if asked.request is None:
+                asked.request, asked.fetches_at = request, self._now
+            asked.is_fetching = True
+            return Renew(reply)
         self._last_grant += 1
         now, header = self._now, Header(header.key, self.epoch, header.epoch, self._last_grant)
         attempt = DecodeAttempt(header, asked.peer, request, ask.num_groups, lease, now, now, now)
@@ -356,7 +383,24 @@ class DecodeSide:
             self._move(attempt, DecodeState.LOADING)
         return None
 
-    def _admit_any(self, request: Request) -> Lease:
+    def _may_wait(self, asked: DeferredAsk) -> bool:
+        """Whether an ASK may wait, or wait longer, for blocks from storage."""
+        if asked.request is None:
+            return self._deferred.has_room
+        return self._now - asked.fetches_at < self._timing.silence_s
+
+    def _must_wait(self, deferred: DeferredAsk) -> bool:
+        """Whether blocks of a deferred ASK are on their way from storage, and not late."""
+        assert deferred.request is not None, f"{deferred.key} fetches nothing"
+        return self._may_wait(deferred) and self._is_fetching(deferred.request)
+
+    def _drop(self, deferred: DeferredAsk) -> None:
+        """Forget an ASK that is not granted."""
+        self._deferred.remove(deferred.key.request_id)
+        if deferred.request is not None:
+            self._forget(deferred.request)
+
+    def _admit_any(self, request: Request, may_wait: bool) -> Lease:
         return self._manager.admit(self._manager.match(request.prompt, request.namespace))
 
     def _is_in_flight(self, request: Request) -> bool:

@@ -1,4 +1,4 @@
-"""ASKs that a decode node answers later, when blocks in flight for another request have arrived."""
+"""ASKs that a decode node answers later, when blocks in flight, or from storage, have arrived."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...kvcache import Int32Array
+from ..request import Request
 from .messages import Ask, AttemptKey, NodeId
 
 MAX_DEFERRED: Final = 64
@@ -14,11 +15,21 @@ MAX_DEFERRED: Final = 64
 
 @dataclass(slots=True)
 class DeferredAsk:
-    """An ASK with its sender, and the time of its last copy."""
+    """An ASK with its sender.
+
+    Attributes:
+        heard_at: time of its last copy.
+        request: its request, once D has begun to fetch blocks of it from storage.
+        fetches_at: when D has begun.
+        is_fetching: whether it waits for these blocks.
+    """
 
     peer: NodeId
     ask: Ask
     heard_at: float
+    request: Request | None = None
+    fetches_at: float = 0.0
+    is_fetching: bool = False
 
     @property
     def key(self) -> AttemptKey:
@@ -44,12 +55,6 @@ class DeferredAsks:
     def of(self, request_id: str) -> DeferredAsk | None:
         """Return the deferred ASK of a request."""
         return self._by_request.get(request_id)
-
-    def abort(self, peer: NodeId, key: AttemptKey) -> None:
-        """Forget an attempt that its prefill node has given up."""
-        deferred = self.of(key.request_id)
-        if deferred is not None and (deferred.peer, deferred.key) == (peer, key):
-            self.remove(key.request_id)
 
     def remove(self, request_id: str) -> None:
         """Forget the deferred ASK of a request, if there is one."""

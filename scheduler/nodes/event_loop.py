@@ -88,7 +88,7 @@ class NodeEventLoop:
         """Serve until is_stopped returns True."""
         while not is_stopped():
             if not self.run_once():
-                is_waiting = self._engine.scheduler.num_open > 0
+                is_waiting = self._engine.is_waiting
                 self._channel.wait(_BUSY_WAIT_S if is_waiting else _IDLE_WAIT_S)
         self.run_once()  # processes messages that have arrived, such as the last ACK
 

@@ -218,6 +218,12 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
             )
         self._runner.check_params(params, weights_revision)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a transfer or a copy is under way, whose end wakes nobody."""
+        tiers = self.manager.tiers
+        return self.scheduler.num_open > 0 or (tiers is not None and tiers.num_open_operations > 0)
+
     def take_messages(self) -> list[PeerMessage]:
         """Return the messages to send since the last call, in order."""
         messages, self._outbox = self._outbox, []

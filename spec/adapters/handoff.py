@@ -219,6 +219,22 @@ class Copy(NamedTuple):
     destinations: Sequence[int]
 
 
+class StorageOperation(NamedTuple):
+    """An operation on storage, which all nodes share.
+
+    Attributes:
+        id: for `Node.copied`.
+        kind: whether it looks keys up, stores host blocks, or fetches values into host blocks.
+        blocks: host blocks, one for each key; none for a lookup.
+        keys: names of the values.
+    """
+
+    id: Hashable
+    kind: Literal["lookup", "store", "fetch"]
+    blocks: Sequence[int]
+    keys: Sequence[str]
+
+
 class NodeCounts(NamedTuple):
     """What a node says of itself.
 
@@ -255,11 +271,14 @@ class Node(Protocol):
     def take_actions(self) -> Sequence[Action]:
         """Return what to do since the last call, in order."""
 
-    def take_copies(self) -> Sequence[Copy]:
+    def take_copies(self) -> Sequence[Copy | StorageOperation]:
         """Return the copies since the last call; their sources are read now."""
 
-    def copied(self, copy: Hashable, ok: bool) -> None:
-        """Report the end of a copy."""
+    def copied(self, copy: Hashable, ok: Sequence[bool]) -> None:
+        """Report the end of a copy: for each block or key, whether it was copied or found."""
+
+    def storage_keys(self, tokens: Tokens, namespace: int) -> Sequence[str]:
+        """Return the names in storage of the full blocks of tokens; none without storage."""
 
     def schedule(self) -> Plan:
         """Plan a step; it is in flight until its `update`."""

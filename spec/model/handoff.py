@@ -407,6 +407,20 @@ class _Grant(NamedTuple):
     prompt: Tokens
 
 
+class Asked(NamedTuple):
+    """A request that asks for the first time.
+
+    Attributes:
+        num_stored: leading full blocks of its prompt that storage holds.
+        faults: of storage and caches until then.
+        at: the time.
+    """
+
+    num_stored: int
+    faults: int
+    at: int
+
+
 @dataclass
 class Refused:
     """A refused request.
@@ -441,6 +455,32 @@ class DecodeModel(NodeModel):
     _grants: dict[str, _Grant] = field(default_factory=dict)
     _newest: dict[str, tuple[int, int]] = field(default_factory=dict)  # attempt and when
     _decoding: set[str] = field(default_factory=set)
+    _asked: dict[str, Asked] = field(default_factory=dict)
+
+    def asked(self, attempt: str, num_stored: int, faults: int, now: int) -> None:
+        """P asks for an attempt, perhaps again."""
+        self._asked.setdefault(attempt, Asked(num_stored, faults, now))
+
+    def declined(self, attempt: str) -> None:
+        """D refuses an attempt or gives it up: what it asks next is new."""
+        self._asked.pop(attempt, None)
+
+    def grants_the_rest(self, attempt: str, first_block: int, faults: int, now: int) -> bool:
+        """D grants the blocks from first_block on; return whether storage had to have a share.
+
+        Args:
+            attempt: an attempt that is granted for the first time.
+            first_block: first block that P sends.
+            faults: losses and failures so far of storage and of D's tiers, which excuse D.
+            now: the time.
+        """
+        asked = self._asked.pop(attempt, None)
+        if asked is None or asked.faults != faults or now - asked.at >= self.patience:
+            return False
+        why = "{} is granted from block {}, storage holds {}"
+        is_right = first_block >= asked.num_stored
+        require(is_right, rules.X29, why, attempt, first_block, asked.num_stored)
+        return asked.num_stored > 0
 
     def is_granted(self, attempt: str, number: int) -> bool:
         """Whether a grant is a copy of an earlier one."""

@@ -146,5 +146,14 @@ X28: Final = rule(
     "a bounded number of rounds, whichever other links are cut, in one direction or in both.",
 )
 
+# Storage
+
+X29: Final = rule(
+    "X29 stored-is-not-sent",
+    "A prefill node sends no full block that storage held when the decode node was asked, if the "
+    "decode node's host has room, and storage answers without fault and before a peer would count "
+    "as silent.",
+)
+
 HANDOFF_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))
 """Every rule above, in order."""

@@ -1,6 +1,7 @@
 """Prefill and decode nodes over tiny models: the tokens are those of one engine."""
 
 import time
+from dataclasses import replace
 from itertools import count, product
 from typing import Any
 
@@ -11,11 +12,13 @@ from hypothesis import strategies as st
 
 from radixkv.kvcache import HostConfig, TierStats
 from radixkv.kvcache.copies.block_copies import BlockCopies
-from radixkv.scheduler.engine import Engine
+from radixkv.kvcache.storage import StorageWorkers
+from radixkv.scheduler.engine import Engine, make_storage_namespace
 from radixkv.scheduler.nodes import DecodeEngine, Disaggregated, PrefillEngine
 from radixkv.scheduler.nodes.transport import InProcessExchange, InProcessTransport
 from radixkv.scheduler.request import GREEDY, Request, SamplingParams
 
+from ..kvcache.storage.memory import MemoryBackend
 from .cluster import STEP_S, TIMING, Cluster, over_jax, over_nixl
 from .conftest import complete, fresh, let_copies_end
 from .test_engine import PREFIX, PROMPTS, SAMPLED
@@ -182,6 +185,31 @@ def test_an_idle_node_goes_on_copying_to_the_host(llama):
         cluster.d.poll(cluster.now)
     assert (tiers().host_cached_blocks, tiers().open_operations) == (10, 0)
     assert cluster.front.close()
+
+
+def test_d_loads_from_storage_what_it_lacks(llama):
+    backend = MemoryBackend()
+    options = {
+        "host": HostConfig(64),
+        "storage_namespace": make_storage_namespace(llama._runner.model, "", 4),
+        "timing": replace(TIMING, silence_s=1e6, transfer_s=1e7),  # its clock counts steps
+    }
+    stores = [StorageWorkers(backend, max_bytes_in_flight=2**28) for _ in range(2)]
+    prefill, decode = [options | {"storage": each} for each in stores]
+    cluster = Cluster(llama, prefill=prefill, decode=decode)
+    first = cluster.complete([PROMPTS[0]], 8)  # 10 whole blocks and a token
+    sent = cluster.bytes_on_the_wire()
+    for node in (cluster.p, cluster.d):
+        let_copies_end(node._runner)
+    cluster.d.reset_cache()
+    assert cluster.complete([PROMPTS[0]], 8) == first
+    counts = cluster.d.stats().engine.scheduler
+    assert (counts.storage_hit_tokens, counts.received_tokens) == (40, 41 + 1)
+    assert counts.prompt_tokens == 2 * len(PROMPTS[0])
+    assert cluster.bytes_on_the_wire() == sent + sent // 11 > sent, "the last block alone"
+    assert cluster.requests[0].num_hit_tokens == 40, "on P's device"
+    assert cluster.front.close()
+    assert all([each.close(timeout_s=1000.0) for each in stores])
 
 
 # Programs and copies

@@ -37,6 +37,7 @@ from radixkv.spec.rules.handoff import (
     X19,
     X26,
     X27,
+    X29,
 )
 from radixkv.spec.rules.rule import Rule, Violation
 
@@ -255,6 +256,23 @@ def test_a_block_is_not_sent_for_two_similar_prompts() -> None:
 
 def decode_model() -> DecodeModel:
     return DecodeModel("d0", 1, 2, max_overtaken=1, patience=5, memory=9)
+
+
+def test_stored_blocks_are_not_sent_without_a_fault() -> None:
+    model = decode_model()
+    model.asked("r1.1.1", 2, faults=3, now=0)
+    model.asked("r1.1.1", 4, faults=9, now=3)  # a copy
+    with breaks(X29):
+        model.grants_the_rest("r1.1.1", 1, faults=3, now=4)
+    for first_block, faults, now, is_due in ((2, 3, 4, True), (0, 4, 4, False), (0, 3, 5, False)):
+        model.asked("r1.1.1", 2, faults=3, now=0)
+        assert model.grants_the_rest("r1.1.1", first_block, faults, now) is is_due
+    assert not model.grants_the_rest("r1.1.1", 0, faults=3, now=0), "nobody asked"
+    model.asked("r1.1.1", 2, faults=3, now=0)
+    model.declined("r1.1.1")
+    assert not model.grants_the_rest("r1.1.1", 0, faults=3, now=0), "it was refused"
+    model.asked("r1.1.1", 0, faults=3, now=0)
+    assert not model.grants_the_rest("r1.1.1", 0, faults=3, now=0), "storage had nothing"
 
 
 def test_blocks_of_steps_in_flight_are_kept() -> None:

@@ -23,6 +23,10 @@ PRESSURE: Final = ("submit", "cancel", "tick", "evict", "compute")
 """Operations that end attempts and use their blocks for others."""
 
 
+AMPLE_HOST: Final = 400
+"""Blocks of a host tier that never drops any."""
+
+
 def draw_config(below: Below) -> Config:
     """Draw sizes, from too small for two requests to ample; some overload D.
 
@@ -51,6 +55,8 @@ def draw_config(below: Below) -> Config:
             "prefill_blocks": 24, "decode_blocks": 20, "budget": 16, "num_decode": 1,
             "max_running": (4, 6)[below(2)],
         }  # fmt: skip
+    if config["host_blocks"] and below(2):
+        config |= {"storage": True, "host_blocks": (config["host_blocks"], AMPLE_HOST)[below(2)]}
     factors = [(1, 10, 10, 10, 30)[below(5)] for _ in FAVOURED]
     config["rare"] = [word for word, each in zip(FAVOURED, factors, strict=True) if each == 1]
     config["often"] = [word for word, each in zip(FAVOURED, factors, strict=True) if each == 30]

@@ -21,6 +21,9 @@ ROUNDS_PER_HANDOFF: Final = 4
 ROUNDS_PER_LOAD: Final = 2
 """Rounds in which copies from the host tiers of both nodes arrive."""
 
+ROUNDS_PER_FETCH: Final = 4
+"""Rounds in which both nodes look up and load what storage has."""
+
 MAX_NEW: Final = 8
 """Most requests of a flood at a time."""
 
@@ -164,6 +167,8 @@ def bound_of(world: HandoffState) -> int:
     each_waits = BACKOFF + SILENCE + ROUNDS_PER_HANDOFF
     if world.config["host_blocks"]:
         each_waits += ROUNDS_PER_LOAD
+    if world.config.get("storage"):
+        each_waits += ROUNDS_PER_FETCH
     requests = [world.requests[name] for name in world.model.open()]
     tokens = [len(each.prompt) + each.max_new_tokens for each in requests]
     steps = [-(-each * (1 + world.num_groups) // STEPS_PER_ROUND) for each in tokens]

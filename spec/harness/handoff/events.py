@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from ...adapters.handoff import (
     GATEWAY,
@@ -17,12 +18,14 @@ from ...adapters.handoff import (
     Pull,
     Send,
     Started,
+    StorageOperation,
     Withdraw,
     request_of,
 )
 from ...model.handoff import DecodeModel, PrefillModel, Tokens, untagged
 from ...rules.handoff import X3
 from ...rules.rule import require
+from .configuration import AMPLE_HOST
 from .state import CopyInFlight, Envelope, HandoffState, LiveNode, Transfer
 
 
@@ -69,6 +72,16 @@ def _check_flights(node: LiveNode) -> None:
 def _begin_copies(node: LiveNode) -> None:
     model = node.model
     for copy in node.system.take_copies():
+        node.num_copies += 1
+        name = f"{node.name}.{node.epoch}.{node.num_copies}"
+        if isinstance(copy, StorageOperation):
+            content = {
+                (block, group): model.host.content.get((block, group), ())
+                for block in copy.blocks
+                for group in range(model.num_groups)
+            }
+            node.copies[name] = CopyInFlight(copy, content)
+            continue
         source = model.device if copy.is_down else model.host
         if not copy.is_down:
             model.filled(copy.destinations, "the host")
@@ -77,8 +90,7 @@ def _begin_copies(node: LiveNode) -> None:
             for block, to in zip(copy.sources, copy.destinations, strict=True)
             for group in range(model.num_groups)
         }
-        node.num_copies += 1
-        node.copies[f"{node.name}.{node.epoch}.{node.num_copies}"] = CopyInFlight(copy, content)
+        node.copies[name] = CopyInFlight(copy, content)
 
 
 def _act(world: HandoffState, node: LiveNode, action: Action) -> None:
@@ -125,6 +137,8 @@ def _check_sent(world: HandoffState, node: LiveNode, to: str, message: Message) 
         assert isinstance(peer.model, PrefillModel), f"{node.name} answers {to}"
         peer.model.answered(attempt, message.kind == "Grant")
     name = attempt.rpartition(".")[0]
+    if message.kind in ("Refuse", "Abort"):
+        model.declined(attempt)
     if message.kind == "Grant":
         _check_grant(world, node, model, message)
     elif message.kind == "Abort":
@@ -142,6 +156,10 @@ def _check_grant(world: HandoffState, node: LiveNode, model: DecodeModel, messag
             model.admitted(attempt.rpartition(".")[0], node.room, world.now)
         if not (world.in_tick and world.config["host_blocks"]):
             model.published.hit(prompt, first_block * world.block_size, attempt)
+        if world.config["host_blocks"] >= AMPLE_HOST:
+            faults = node.num_faults + world.num_lost
+            is_due = model.grants_the_rest(attempt, first_block, faults, world.now)
+            world.situations["storage spared a transfer"] += is_due
     model.granted(attempt, message.grant, first_block, prompt, world.now)
 
 
@@ -163,7 +181,9 @@ def _start(world: HandoffState, node: LiveNode, started: Started) -> None:
 
 def settle(node: LiveNode) -> None:
     """Forget the published prefixes that a node has evicted."""
-    node.has_evicted |= node.model.published.settle(node.system.num_evicted(), node.num_cached)
+    if node.model.published.settle(node.system.num_evicted(), node.num_cached):
+        node.has_evicted = True
+        node.num_faults += 1
 
 
 def publish(node: LiveNode, tokens: tuple[int, ...]) -> None:
@@ -230,8 +250,19 @@ def deliver(world: HandoffState, envelope: Envelope) -> None:
         if message.kind == "DeliveryAck":
             sender = f"{node.name} in epoch {node.epoch}"
             world.model.acknowledged(sender, message.attempt, message.of)
+        if message.kind == "Ask":
+            _note_stored(world, node, message.attempt)
         node.target.receive(envelope.source, message)
     world.situations[f"arrived: {message.kind}"] += 1
+
+
+def _note_stored(world: HandoffState, node: LiveNode, attempt: str) -> None:
+    """Note what storage holds of a prompt that D is asked about."""
+    assert isinstance(node.model, DecodeModel), f"{node.name} is asked"
+    request = world.requests[request_of(attempt)]
+    keys = node.system.storage_keys(request.prompt, request.namespace)
+    num_stored = len([*takewhile(world.storage.__contains__, keys)])
+    node.model.asked(attempt, num_stored, node.num_faults + world.num_lost, world.now)
 
 
 def _deliver_to_gateway(world: HandoffState, envelope: Envelope) -> None:

@@ -24,7 +24,9 @@
 ``reboot p0``                                   both at once, so that no message is lost
 ``leave p0``                                    a node crashes for ever, if others remain
 ``new_gateway``                                 the gateway loses its memory; clients ask again
-``copy c ok``                                   a copy from or to a host tier ends
+``copy c ok``                                   a copy from or to a host tier ends, or an operation
+                                                on storage
+``spoil v``                                     storage loses a value, or it fails its checksum
 ``evict p0 n``                                  a node evicts n blocks
 ``reset p0``                                    a node gives hand-offs up and resets its cache
 ``tick n``                                      n units of time pass
@@ -46,12 +48,20 @@ of a program, the names of the others therefore stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Protocol, TypeVar
 
-from ...adapters.handoff import GATEWAY, request_of
-from ...model.handoff import VOCABULARY, DecodeModel, Outcome, PrefillModel, Request, Tokens
+from ...adapters.handoff import GATEWAY, StorageOperation, request_of
+from ...model.handoff import (
+    VOCABULARY,
+    DecodeModel,
+    Outcome,
+    Place,
+    PrefillModel,
+    Request,
+    Tokens,
+)
 from ...rules.handoff import X14
 from ...rules.rule import require
 from ..engine import Below
@@ -287,6 +297,7 @@ def _try_reset(world: HandoffState, node: LiveNode) -> None:
     if not node.flights and node.target.reset():
         node.is_draining = False
         node.model.reset(node.target.num_evicted())
+        node.num_faults += 1
         world.situations["reset"] += 1
 
 
@@ -294,16 +305,52 @@ def _try_reset(world: HandoffState, node: LiveNode) -> None:
 
 
 def copy(world: HandoffState, name: str, ok: bool) -> bool:
-    """A copy between tiers ends; if ok, its destinations are written."""
+    """A copy between tiers ends; if ok, its destinations are written.
+
+    A lookup or a fetch that is ok finds what storage has when it ends.
+    """
     node = next((each for each in world.live() if name in each.copies), None)
     if node is None:
         return False
     copy, content = node.copies[name].copy, node.copies.pop(name).content
-    if ok:
+    if isinstance(copy, StorageOperation):
+        flags = _end_storage(world, node, copy, content, ok)
+        world.situations[f"{copy.kind} in storage"] += any(flags)
+    else:
+        flags = [ok] * len(copy.sources)
         memory = node.model.host if copy.is_down else node.model.device
-        memory.content.update(content)
-    node.target.copied(copy.id, ok)
-    world.situations["copied"] += 1
+        memory.content.update(content if ok else {})
+        world.situations["copied"] += 1
+    node.num_faults += not ok
+    node.target.copied(copy.id, flags)
+    return True
+
+
+def _end_storage(
+    world: HandoffState,
+    node: LiveNode,
+    operation: StorageOperation,
+    content: Mapping[Place, Tokens],
+    ok: bool,
+) -> list[bool]:
+    """Do an operation on storage if it is ok; return which values were stored or found."""
+    groups = range(world.num_groups)
+    if ok and operation.kind == "store":
+        for key, block in zip(operation.keys, operation.blocks, strict=True):
+            world.storage[key] = [content[block, group] for group in groups]
+    found = [ok and key in world.storage for key in operation.keys]
+    if operation.kind == "fetch":
+        for key, block, is_found in zip(operation.keys, operation.blocks, found, strict=True):
+            for group in groups if is_found else ():
+                node.model.host.content[block, group] = world.storage[key][group]
+    return found
+
+
+def spoil(world: HandoffState, name: str) -> bool:
+    """Storage loses a value."""
+    if world.storage.pop(name, None) is None:
+        return False
+    world.num_lost += 1
     return True
 
 
@@ -531,6 +578,7 @@ def groups(world: HandoffState) -> Groups:
         "fenceable pulls": [each.name for each in transfers if each.may_fence],
         "withdrawn": [attempt for node in live for attempt in node.withdrawn],
         "copies": _often_first([name for node in live for name in node.copies]),
+        "values": list(world.storage),
     }
 
 
@@ -612,6 +660,7 @@ HANDOFF_TABLE: Final[Table[HandoffState]] = Table(groups, [
     Operation("hang", hang, 2, "open pulls", _NAME),
     Operation("offer_fence", offer_fence, 4, "withdrawn", _NAME),
     Operation("copy", copy, 16, "copies", {"name": name_drawn, "ok": often(10)}),
+    Operation("spoil", spoil, 1, "values", _NAME),
     Operation("tick", tick, 6, arguments={"ticks": ticks}),
     Operation("evict", evict, 2, "live", {"name": name_drawn, "num_blocks": number(4, 1)}),
     Operation("cancel", cancel, 1, "requests", _NAME),

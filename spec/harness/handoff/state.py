@@ -22,6 +22,7 @@ from ...adapters.handoff import (
     Node,
     Part,
     PrefillNode,
+    StorageOperation,
 )
 from ...model.handoff import DecodeModel, Place, PrefillModel, Request, Requests, Tokens, untagged
 from ...rules.handoff import X25
@@ -106,9 +107,9 @@ class Transfer:
 
 @dataclass(eq=False)
 class CopyInFlight:
-    """A copy between tiers, with the contents that it has read."""
+    """A copy between tiers, or an operation on storage, with the contents that it has read."""
 
-    copy: Copy
+    copy: Copy | StorageOperation
     content: dict[Place, Tokens]
 
 
@@ -124,6 +125,8 @@ class LiveNode:
             one are written.
         withdrawn: attempts whose offers are still served and wait for the fence.
         copies: copies in flight, by name.
+        num_faults: number of its copies and lookups that have failed, and of its evictions and
+            resets.
         is_draining: whether it is to reset its cache.
         has_evicted, is_touched: whether it has evicted blocks, and was called, in this operation.
         room: blocks that it could give to a request refused earlier, after its last actions.
@@ -139,6 +142,7 @@ class LiveNode:
     withdrawn: list[str] = field(default_factory=list)
     copies: dict[str, CopyInFlight] = field(default_factory=dict)
     num_copies: int = 0
+    num_faults: int = 0
     is_draining: bool = False
     has_evicted: bool = False
     is_touched: bool = True
@@ -179,6 +183,8 @@ class HandoffState(ABC):
         transfers: pulls that may still write.
         severed: directions in which messages are lost, such as "p0>d0", and the time at which they
             arrive again; None if it is not known yet.
+        storage: contents of each value, by name; all groups of layers of a block.
+        num_lost: number of values that storage has lost.
         model: requests and their attempts.
         situations: number of events, by kind.
     """
@@ -194,6 +200,8 @@ class HandoffState(ABC):
         self.transfers: list[Transfer] = []
         self.severed: dict[str, int | None] = {}
         self.left: set[str] = set()
+        self.storage: dict[str, list[Tokens]] = {}
+        self.num_lost = 0
         self.situations: Counter[str] = Counter()
         self.model = Requests(config["max_attempts"])
         self.prefill_names = [f"p{number}" for number in range(config["num_prefill"])]

@@ -32,6 +32,7 @@ BITES: Final = {
     "a-loss-costs-no-attempt": "ASK is not repeated",
     "told-is-a-prefix": "the tokens of another attempt are told again",
     "asked-is-told": "D reports tokens that nobody asked for",
+    "stored-is-not-sent": "D grants before storage has answered",
     "one-pair-is-enough": "two broken pairs take turns for ever",
 }
 """Name of the bug, by the name of the rule without its code."""

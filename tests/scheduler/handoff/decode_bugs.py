@@ -205,7 +205,7 @@ DECODE_BUGS: Final = [
     bug(
         "D counts hits again",
         BATCH,
-        ("        request.has_begun = True  # the prefill node counted its hits\n", ""),
+        ("        request.has_begun = True  # its hits are counted\n", ""),
     ),
     bug(
         "D grants while it drains",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from .bugs import D, P, bug
+from .decode_bugs import DECODE
 
 DEFERRED: Final = "handoff/deferred_asks.py"
 
@@ -31,12 +32,12 @@ DEFERRED_BUGS: Final = [
     bug(
         "an ASK stays deferred after its P has aborted",
         D,
-        ("            self._deferred.abort(peer, header.key)\n", "            pass\n"),
+        ("        if isinstance(message, Abort):\n", "        if False:\n"),
     ),
     bug(
         "any node may abort another node's ASK",
-        DEFERRED,
-        ("(deferred.peer, deferred.key) == (peer, key)", "deferred.key == key"),
+        D,
+        ("(deferred.peer, deferred.key) == (peer, header.key)", "deferred.key == header.key"),
     ),
     bug(
         "an ASK stays deferred for a silent P",
@@ -70,6 +71,41 @@ DEFERRED_BUGS: Final = [
         "any number of ASKs is deferred",
         DEFERRED,
         ("return len(self._by_request) < MAX_DEFERRED", "return True"),
+    ),
+    bug(
+        "D grants before storage has answered",
+        DECODE,
+        ("if may_wait and self._batch.is_fetching(request):", "if False:"),
+    ),
+    bug(
+        "an ASK waits for storage for ever",
+        D,
+        ("return self._now - asked.fetches_at < self._timing.silence_s", "return True"),
+    ),
+    bug(
+        "D asks storage again at each ASK",
+        D,
+        ("            asked = deferred\n", "            pass\n"),
+    ),
+    bug(
+        "an ended attempt goes on fetching",
+        D,
+        ("            self._forget(deferred.request)\n", "            pass\n"),
+    ),
+    bug(
+        "RENEW is sent at each tick to a request that has fetched",
+        D,
+        ("            asked.is_fetching = False\n", ""),
+    ),
+    bug(
+        "D forgets to count what storage had",
+        "batching/batch.py",
+        ("            self._transfers.count_hits(request, num_cached)\n", "            pass\n"),
+    ),
+    bug(
+        "the hits of P are those of D",
+        DECODE,
+        ("        request.num_storage_hit_tokens = commit.hits.storage\n", ""),
     ),
     bug(
         "P aborts a grant because of an earlier RENEW",

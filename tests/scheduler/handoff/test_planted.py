@@ -18,6 +18,7 @@ from . import (
     test_decode_admission,
     test_decode_scheduler,
     test_deferred_asks,
+    test_fetching_asks,
     test_prefill_ends,
     test_prefill_scheduler,
 )
@@ -54,6 +55,7 @@ def found_by_scheduler_tests(package: ModuleType) -> str | None:
         test_decode_scheduler,
         test_decode_admission,
         test_deferred_asks,
+        test_fetching_asks,
         test_deadlocks,
     )
     with ExitStack() as stack:

@@ -1,0 +1,242 @@
+"""A decode node asks storage for the blocks that it lacks, before it grants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv.kvcache import CacheManager, HostConfig
+from radixkv.kvcache.storage import StorageNamespace
+from radixkv.kvcache.tiers.operations import Operation, OpKind
+from radixkv.scheduler import DecodeScheduler
+from radixkv.scheduler.handoff import (
+    Abort,
+    Ask,
+    AttemptKey,
+    Commit,
+    Grant,
+    Header,
+    Hits,
+    Post,
+    Pull,
+    Renew,
+    Send,
+    Timing,
+)
+
+from .decode_harness import actions, refusal
+
+PROMPT = [5, 6, 7, 8, 9]
+NAMESPACE = StorageNamespace("model", "weights", "float32", 2, (0, 1), (0, 1))
+TIMING = Timing(retry_s=1, silence_s=5, transfer_s=12, remember_s=20)
+
+
+def scheduler(num_blocks: int = 16, **options: Any) -> DecodeScheduler:
+    manager = CacheManager(num_blocks, 2, host=HostConfig(16), storage=NAMESPACE)
+    sizes = {"token_budget": 8, "max_running": 4, "reserve_tokens": 0} | options
+    return DecodeScheduler(manager, epoch=1, timing=TIMING, **sizes)
+
+
+def answers(d: DecodeScheduler) -> list[Any]:
+    return [each.message for each in actions(d) if isinstance(each, Post)]
+
+
+def ask(
+    d: DecodeScheduler, name: str = "a", prompt: list[int] = PROMPT, *, attempt: int = 1
+) -> Any:
+    """Send an ASK; return the answer."""
+    tokens = np.array(prompt, "<i4").tobytes()
+    d.receive("p0", Ask(Header(AttemptKey(name, attempt), 5), tokens, b"", 2, 1, 1))
+    [answer] = answers(d)
+    return answer
+
+
+def end(d: DecodeScheduler, kind: OpKind, ok: list[bool]) -> None:
+    """End the only operation that D has begun since the last call."""
+    [operation] = begun(d)
+    assert operation.kind is kind
+    tiers = d.manager.tiers
+    assert tiers is not None and tiers.complete(operation.id, ok)
+
+
+def begun(d: DecodeScheduler) -> list[Operation]:
+    assert d.manager.tiers is not None
+    return d.manager.tiers.take_operations()
+
+
+def load(d: DecodeScheduler, num_blocks: int) -> Grant:
+    """End the copy to the device; return the grant of the rest."""
+    d.tick(2.0)
+    assert answers(d) == [], "the blocks are on the host"
+    end(d, OpKind.HOST_TO_DEVICE, [True] * num_blocks)
+    d.tick(2.0)
+    [granted] = answers(d)
+    assert isinstance(granted, Grant)
+    return granted
+
+
+def test_what_storage_has_is_not_sent() -> None:
+    d = scheduler()
+    renew = ask(d)
+    assert isinstance(renew, Renew) and renew.header == Header(AttemptKey("a", 1), 1, 5)
+    assert d.num_open == d.manager.stats().live_leases == 0, "an ASK that waits holds nothing"
+    end(d, OpKind.LOOKUP, [True, True])
+    end(d, OpKind.STORAGE_TO_HOST, [True, True])
+    granted = load(d, 2)
+    assert granted.first_block == 2
+    header = Header(granted.header.key, 5, 1, granted.header.grant)
+    d.receive("p0", Send(header, 0, 2, 1, 0))
+    [pull] = [each for each in actions(d) if isinstance(each, Pull)]
+    d.pulled(pull.part_id)
+    d.receive("p0", Commit(header, 1, 9, len(PROMPT), Hits(1, 2, 0)))
+    started = actions(d)[1]
+    assert started.num_cached_tokens == 4
+    assert started.request.num_storage_hit_tokens == 0, "the counts of a request are those of P"
+    stats = d.stats()
+    assert (stats.hit_tokens, stats.host_hit_tokens, stats.storage_hit_tokens) == (0, 0, 4)
+    assert (stats.received_tokens, stats.prefill_tokens, stats.prompt_tokens) == (1, 0, 5)
+
+
+def test_a_bad_value_is_sent() -> None:
+    d = scheduler()
+    ask(d)
+    end(d, OpKind.LOOKUP, [True, True])
+    end(d, OpKind.STORAGE_TO_HOST, [True, False])
+    assert load(d, 1).first_block == 1
+
+
+def test_all_is_sent_if_storage_is_dead() -> None:
+    d = scheduler()
+    ask(d)
+    end(d, OpKind.LOOKUP, [False, False])
+    d.tick(0.0)
+    [granted] = answers(d)
+    assert isinstance(granted, Grant) and granted.first_block == 0
+
+
+def test_an_ask_waits_for_slow_storage_as_long_as_for_a_silent_peer() -> None:
+    d = scheduler()
+    d.tick(100.0)
+    ask(d)
+    for now in (101.0, 104.9):
+        assert isinstance(ask(d), Renew), "P asks again"
+        d.tick(now)
+        assert answers(d) == []
+    assert len(begun(d)) == 1, "storage is asked once"
+    d.tick(105.0)
+    [granted] = answers(d)
+    assert isinstance(granted, Grant) and granted.first_block == 0
+    assert isinstance(ask(d, "b", [1, 2]), Renew), "another request asks storage"
+
+
+def test_two_requests_for_one_prompt_fetch_it_once() -> None:
+    d = scheduler()
+    assert isinstance(ask(d, "a"), Renew) and isinstance(ask(d, "b"), Renew)
+    end(d, OpKind.LOOKUP, [True, True])
+    end(d, OpKind.STORAGE_TO_HOST, [True, True])
+    d.tick(2.0)
+    [renew] = answers(d)
+    assert renew.header.key.request_id == "b", "it waits for the blocks that a receives"
+    granted = load(d, 2)
+    assert granted.header.key.request_id == "a"
+    assert begun(d) == []
+
+
+def test_an_ask_that_has_fetched_waits_for_blocks_in_flight() -> None:
+    d = scheduler()
+    assert isinstance(ask(d, "a"), Renew) and isinstance(ask(d, "b"), Renew)
+    end(d, OpKind.LOOKUP, [False, False])
+    d.tick(0.0)
+    [granted] = answers(d)
+    assert isinstance(granted, Grant) and granted.header.key.request_id == "a"
+    end(d, OpKind.LOOKUP, [False, False])
+    d.tick(0.0)
+    [renew] = answers(d)
+    assert isinstance(renew, Renew) and renew.header.key.request_id == "b"
+    d.tick(0.0)
+    assert answers(d) == [], "nothing is new"
+
+
+def test_storage_is_not_asked_for_a_request_without_room() -> None:
+    d = scheduler(max_running=1)
+    assert isinstance(ask(d, "b", [1]), Grant), "it has no whole block"
+    assert refusal(ask(d)) == ("out of slots", 2, 1)
+    assert begun(d) == []
+
+
+def test_a_request_that_finds_no_room_in_the_end_is_refused() -> None:
+    d = scheduler(max_running=1)
+    ask(d)
+    assert isinstance(ask(d, "b", [1]), Grant), "it needs no storage"
+    end(d, OpKind.LOOKUP, [True, True])
+    end(d, OpKind.STORAGE_TO_HOST, [True, True])
+    d.tick(0.0)
+    [refused] = answers(d)
+    assert refusal(refused) == ("out of slots", 2, 1)
+    assert refusal(ask(d)) == ("out of slots", 2, 1), "it is remembered no more"
+
+
+@pytest.mark.parametrize(
+    "how", ["aborted by P", "given up", "silence", "a newer attempt", "another epoch of P"]
+)
+def test_an_attempt_that_ends_fetches_no_more(how: str) -> None:
+    check_cancelled(how)
+
+
+def test_an_aborted_attempt_fetches_no_more() -> None:
+    check_cancelled("aborted by P")
+
+
+def check_cancelled(how: str) -> None:
+    d = scheduler()
+    key = AttemptKey("a", 1)
+    ask(d)
+    [lookup] = begun(d)
+    match how:
+        case "aborted by P":
+            d.receive("p0", Abort(Header(key, 5), "cancelled", fenced=False))
+        case "given up":
+            d.give_up(key, "cancelled")
+        case "silence":
+            d.tick(5.0)
+        case "a newer attempt":
+            assert isinstance(ask(d, prompt=[1], attempt=2), Grant)
+        case _:
+            tokens = np.array([1], "<i4").tobytes()
+            d.receive("p0", Ask(Header(key, 6), tokens, b"", 2, 1, 1))
+    actions(d)
+    tiers = d.manager.tiers
+    assert tiers is not None and tiers.take_cancelled() == [lookup.id], how
+    tiers.complete(lookup.id, [True, True])
+    assert begun(d) == [], "nothing is loaded"
+    d.tick(6.0)
+    assert not any(each.header.key == key and each.header.peer_epoch == 5 for each in answers(d))
+
+
+def test_a_reset_in_between_drops_what_was_fetched() -> None:
+    d = scheduler()
+    ask(d)
+    end(d, OpKind.LOOKUP, [True, True])
+    [fetch] = begun(d)
+    d.drain("other weights")
+    d.reset_cache(weights_revision="other")
+    d.tick(0.0)
+    [granted] = answers(d)
+    assert isinstance(granted, Grant) and granted.first_block == 0
+    tiers = d.manager.tiers
+    assert tiers is not None and not tiers.complete(fetch.id, [True, True])
+    assert d.manager.match(np.array(PROMPT, np.int32)).num_host_blocks == 0
+    d.manager.check()
+
+
+def test_an_ask_that_waits_is_refused_when_d_drains() -> None:
+    d = scheduler()
+    ask(d)
+    d.drain("other weights")
+    end(d, OpKind.LOOKUP, [True, True])
+    end(d, OpKind.STORAGE_TO_HOST, [True, True])
+    d.tick(0.0)
+    [refused] = answers(d)
+    assert refusal(refused) == ("draining", 0, 0)
