@@ -56,28 +56,35 @@ def start_nodes(
     arguments: argparse.Namespace, sizes: Sizes, processes: NodeProcesses, channel: ZmqChannel
 ) -> None:
     """Start the nodes that the options ask for; each connects to the gateway's channel."""
-    common = [
-        *(arguments.model_dir, "--transport", arguments.transport or "jax"),
-        *("--block-size", arguments.block_size, "--device-blocks", sizes.num_blocks),
-        *("--token-budget", sizes.token_budget, "--max-running", sizes.max_running),
-        *("--max-model-len", sizes.max_model_len),
-    ]
-    for option in ("dtype", "tp", "host_blocks", "host_write", "storage_max_bytes"):
-        if getattr(arguments, option) is not None:
-            common += [f"--{option.replace('_', '-')}", getattr(arguments, option)]
-    if arguments.no_compilation_cache:
-        common += ["--no-compilation-cache"]
-    generation = ["--preempt", arguments.preempt, "--reserve-tokens", arguments.reserve_tokens]
-    if arguments.depth is not None:
-        generation += ["--depth", arguments.depth]
-    common += ["--gateway", channel.address]
-    for role, options in (("prefill", common), ("decode", [*common, *generation])):
+    for role in ("prefill", "decode"):
+        options = [arguments.model_dir, *node_options(arguments, sizes, role)]
+        options += ["--gateway", channel.address]
         for index in range(getattr(arguments, role) or 1):
             name = f"{role}-{index}"
             url = storage_of_node(arguments, name)
             storage = [] if url is None else ["--storage", f"env:{_STORAGE}"]
             environment = {} if url is None else {_STORAGE: url}
             processes.start(name, f"{role}-node", [*options, *storage], environment)
+
+
+def node_options(arguments: argparse.Namespace, sizes: Sizes, role: str) -> list[object]:
+    """Return the options of a node of a role, without model, name, network and storage URL."""
+    options: list[object] = [
+        *("--transport", arguments.transport or "jax"),
+        *("--block-size", arguments.block_size, "--device-blocks", sizes.num_blocks),
+        *("--token-budget", sizes.token_budget, "--max-running", sizes.max_running),
+        *("--max-model-len", sizes.max_model_len),
+    ]
+    for option in ("dtype", "tp", "host_blocks", "host_write", "storage_max_bytes"):
+        if getattr(arguments, option) is not None:
+            options += [f"--{option.replace('_', '-')}", getattr(arguments, option)]
+    if arguments.no_compilation_cache:
+        options += ["--no-compilation-cache"]
+    if role == "decode":
+        options += ["--preempt", arguments.preempt, "--reserve-tokens", arguments.reserve_tokens]
+        if arguments.depth is not None:
+            options += ["--depth", arguments.depth]
+    return options
 
 
 def open_gateway(address: str, secret: Secret | None) -> ZmqChannel:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from ..terminal.interrupts import hold_interrupts
 from .errors import BadInputError
-from .options import bench, events, fuzz, generate, hits, nodes, replay, serve, storage
+from .options import bench, events, fleet, fuzz, generate, hits, nodes, replay, serve, storage
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--version", action=_VersionAction, nargs=0, help="print the version and exit"
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (replay, hits, generate, serve, nodes, bench, fuzz, storage, events):
+    for module in (replay, hits, generate, serve, nodes, fleet, bench, fuzz, storage, events):
         module.add_parser(commands)
     return parser
 

@@ -23,7 +23,7 @@ from ..handoff import Timing
 from ..handoff.gateway_messages import GATEWAY
 from ..models.weights_digest import weights_digest
 from ..nodes import DecodeEngine, PrefillEngine
-from ..nodes.channel import ChannelAddressError, ZmqChannel, load_secret
+from ..nodes.channel import ChannelAddressError, Secret, ZmqChannel, load_secret
 from ..nodes.channel.address import check_target
 from ..nodes.channel.schema import MAX_NAME_CHARS
 from ..nodes.event_loop import NodeEventLoop
@@ -47,6 +47,19 @@ _LATE_S: Final = 60.0
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until stopped, and print the statistics as one JSON object."""
+    check(arguments)
+    with _stop_signals(arguments.parent_pid) as serve_until_stopped:
+        stats = serve_node(arguments, load_secret(arguments.secret_file), serve_until_stopped)
+        print(json.dumps(stats, allow_nan=False), flush=True)
+    return 0
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Reject options that no node can serve with.
+
+    Raises:
+        BadInputError: With the option and its value.
+    """
     if arguments.silence_s == 0:
         raise BadInputError("--silence-s must be more than 0, got 0")
     check_memory(arguments)
@@ -56,9 +69,22 @@ def run(arguments: argparse.Namespace) -> int:
             f"--name must have 1 to {MAX_NAME_CHARS} characters and not be {GATEWAY!r}, "
             f"got {arguments.name!r}"
         )
+
+
+def serve_node(
+    arguments: argparse.Namespace,
+    secret: Secret | None,
+    serve_until_stopped: Callable[[], Callable[[], bool]],
+) -> dict[str, Any]:
+    """Load the model, serve as a node until it is stopped, and return the statistics.
+
+    Args:
+        arguments: The options of a node's command, checked.
+        secret: What the node shares with the others; `--secret-file` is not read.
+        serve_until_stopped: Called when the node can serve; returns what tells whether to stop.
+    """
     with ExitStack() as stack:
-        serve_until_stopped = stack.enter_context(_stop_signals(arguments.parent_pid))
-        channel = stack.enter_context(closing(_open_channel(arguments)))
+        channel = stack.enter_context(closing(_open_channel(arguments, secret)))
         host = arguments.listen.rpartition(":")[0].strip("[]")
         transport = open_transport(arguments.transport, host=host)
         stack.callback(transport.close)
@@ -88,8 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"radixkv: {line}", file=sys.stderr, flush=True)
         loop.run(is_stopped)
         engine.close()  # stores what is still on its way to storage
-        print(json.dumps(describe_node(engine.stats(), storage), allow_nan=False), flush=True)
-    return 0
+        return describe_node(engine.stats(), storage)
 
 
 def make_timing(silence_s: float) -> Timing:
@@ -102,14 +127,14 @@ def make_timing(silence_s: float) -> Timing:
     )
 
 
-def _open_channel(arguments: argparse.Namespace) -> ZmqChannel:
+def _open_channel(arguments: argparse.Namespace, secret: Secret | None) -> ZmqChannel:
     """Bind the channel; wrong addresses are rejected before anything is loaded."""
     check_target(arguments.gateway)
     channel = ZmqChannel(
         arguments.name,
         epoch=time.time_ns(),
         bind=arguments.listen,
-        secret=load_secret(arguments.secret_file),
+        secret=secret,
         max_peers=reserve_files(transport=True),
     )
     try:

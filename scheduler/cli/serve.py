@@ -19,6 +19,7 @@ from ..serving import LLM, AsyncEngine
 from ..terminal.interrupts import exit_on_interrupt
 from .backend import Backend
 from .errors import BadInputError
+from .fleet.library import check_ray
 from .kv_events import publishing
 from .model_loading import mesh_of_options
 from .options.common import check_memory, host_tier, reserve_tokens
@@ -43,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise BadInputError(
                 f"serve needs the library {library!r}: pip install 'radixkv[serve]'"
             )
+    if arguments.ray is not None:
+        check_ray("serve --ray")
     if arguments.otlp_traces_endpoint is not None:
         try:
             from ..tracing import make_otlp_provider  # noqa: F401  # before the model is loaded

@@ -179,6 +179,14 @@ class Gateway:
                 self._retrier.decode_lost(key)
         self._follow()
 
+    def drain(self, peer: NodeId) -> None:
+        """Give a node no more attempts; see `Router.drain`."""
+        self._router.drain(peer)
+
+    def num_attempts(self, peer: NodeId) -> int:
+        """Return the number of attempts in progress on a node; see `Router.num_attempts`."""
+        return self._router.num_attempts(peer)
+
     def set_unheard(self, peer: NodeId, others: Collection[NodeId]) -> None:
         """Note which nodes a node does not hear; until it does, they get no attempt together."""
         if others:

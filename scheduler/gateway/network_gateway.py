@@ -127,6 +127,7 @@ class NetworkGateway:
         self._is_streaming = stream
         self._followed: dict[AttemptKey, _Followed] = {}
         self._now = 0.0
+        self._draining: set[NodeId] = set()  # also those that have ended since
         self._asked: set[NodeId] = set()  # for updates that are missing, since the last status
         self._actions: list[Connect | Disconnect | SendToNode] = []
 
@@ -187,6 +188,25 @@ class NetworkGateway:
     def take_advanced(self) -> list[Request]:
         """Return the requests that got tokens since the last call, before their ends."""
         return self._gateway.take_advanced()
+
+    def drain(self, peer: NodeId) -> None:
+        """Give a node no more attempts; those in progress go on.
+
+        The name is not used again: a node that joins with it is refused. When `num_attempts` is 0,
+        the node may end, and is not among those that are gone.
+        """
+        self._draining.add(peer)
+        self.gone.pop(peer, None)
+        if self._serves(peer):
+            self._gateway.drain(peer)
+
+    def num_attempts(self, peer: NodeId) -> int:
+        """Return the number of attempts in progress on a node; 0 if it does not serve."""
+        return self._gateway.num_attempts(peer) if self._serves(peer) else 0
+
+    def _serves(self, peer: NodeId) -> bool:
+        node = self.nodes.get(peer)
+        return node is not None and not node.refusal
 
     # Calls of clients
 
@@ -342,6 +362,8 @@ class NetworkGateway:
                 self._ask(peer)
             return
         refusal = refusal_of(status, self.nodes, self._block_size, self._model)
+        if peer in self._draining:
+            refusal = "it was drained, and its name is not used again"
         self.nodes[peer] = RemoteNode(status, epoch, self._now, refusal, load)
         if refusal:
             return
@@ -357,7 +379,8 @@ class NetworkGateway:
         self._asked.discard(peer)
         if not node.refusal:
             self.gone.pop(peer, None)
-            self.gone[peer] = node
+            if peer not in self._draining:
+                self.gone[peer] = node
             role = node.status.role
             earlier = [each for each, other in self.gone.items() if other.status.role == role]
             if len(earlier) > _MAX_GONE:  # names of pods are not used again

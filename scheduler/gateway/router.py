@@ -143,6 +143,7 @@ class Router:
         self._block_size = block_size
         self._prefill: dict[NodeId, _Node] = {}
         self._decode: dict[NodeId, _Node] = {}
+        self._draining: set[NodeId] = set()
         for node_id, num_blocks in prefill.items():
             self.add_prefill(node_id, num_blocks)
         for node_id, num_blocks in decode.items():
@@ -174,10 +175,33 @@ class Router:
         """
         if self._prefill.pop(node_id, None) is None and self._decode.pop(node_id, None) is None:
             raise RoutingError(f"there is no node {node_id!r}")
+        self._draining.discard(node_id)
+
+    def drain(self, node_id: NodeId) -> None:
+        """Give a node no more attempts, until it is removed. Those in progress go on.
+
+        Raises:
+            RoutingError: if there is no such node.
+        """
+        self._node(node_id)
+        self._draining.add(node_id)
+
+    def num_attempts(self, node_id: NodeId) -> int:
+        """Return the number of attempts in progress on a node; on P: that are not computed.
+
+        Raises:
+            RoutingError: if there is no such node.
+        """
+        return len(self._node(node_id).lacks)
 
     def has_pair(self, broken: Collection[Route]) -> bool:
         """Whether there is a pair of nodes besides these."""
-        return any(Route(p, d) not in broken for p in self._prefill for d in self._decode)
+        prefill, decode = self._serving(self._prefill), self._serving(self._decode)
+        return any(Route(p, d) not in broken for p in prefill for d in decode)
+
+    def _serving(self, nodes: Mapping[NodeId, _Node]) -> dict[NodeId, _Node]:
+        """Return the nodes that take attempts."""
+        return {name: node for name, node in nodes.items() if name not in self._draining}
 
     def route(
         self,
@@ -209,8 +233,8 @@ class Router:
         tokens = as_tokens(prompt)
         avoided = frozenset(avoid)
         wanted = _Prompt(tokens, namespace, self._block_size)
-        prefill = self._candidates("prefill", self._prefill, wanted, avoided)
-        decode = self._candidates("decode", self._decode, wanted, avoided)
+        prefill = self._candidates("prefill", self._serving(self._prefill), wanted, avoided)
+        decode = self._candidates("decode", self._serving(self._decode), wanted, avoided)
         p, d = prefill[0], decode[0]
         if Route(p.name, d.name) in broken:
             pairs = [(p, d) for p in prefill for d in decode if Route(p.name, d.name) not in broken]

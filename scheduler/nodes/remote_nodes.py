@@ -122,6 +122,14 @@ class RemoteNodes:
         """Return the number of serving nodes of a role."""
         return self._gateway.count(role)
 
+    def drain(self, peer: NodeId) -> None:
+        """Give a node no more attempts; see `NetworkGateway.drain`."""
+        self._gateway.drain(peer)
+
+    def num_attempts(self, peer: NodeId) -> int:
+        """Return the number of attempts in progress on a node; 0 if it does not serve."""
+        return self._gateway.num_attempts(peer)
+
     def check(self, timeout_s: float) -> None:
         """Raise an error if a role has had no node for some time.
 

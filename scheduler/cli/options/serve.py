@@ -23,6 +23,7 @@ from .common import (
     integer,
     seconds,
 )
+from .fleet import add_ray, expand_ray
 from .generate import add_nodes, check_nodes
 
 
@@ -77,17 +78,20 @@ def add_parser(commands: Commands) -> None:
     add_preempt(tiers)
     add_reserve_tokens(tiers)
     _add_limits(parser.add_argument_group("limits of clients"))
-    add_nodes(parser.add_argument_group("prefill and decode nodes"), in_process=False)
+    nodes = parser.add_argument_group("prefill and decode nodes")
+    add_nodes(nodes, in_process=False)
+    add_ray(nodes)
     parser.set_defaults(module="serve")
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Reject options that exclude or need each other.
+    """Reject options that exclude or need each other, and expand --ray.
 
     Raises:
         BadInputError: With both names.
     """
     check_tiers(arguments)
+    expand_ray(arguments)
     check_nodes(arguments)
     for option in ("--memory-fraction", "--otlp-traces-endpoint", "--kv-events"):
         check_excludes(arguments, "--disaggregate", option)

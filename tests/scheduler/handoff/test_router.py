@@ -147,6 +147,31 @@ def test_nodes_come_and_go():
     assert router.route(AttemptKey("b", 1), [1, 2]) == route("p1", "d1")
 
 
+def test_a_node_that_drains_gets_no_more_attempts():
+    router = make(prefill={"p0": 10})
+    first = router.route(AttemptKey("a", 1), [1, 2]).decode
+    other = {"d0": "d1", "d1": "d0"}[first]
+    assert [router.num_attempts(name) for name in ("p0", first, other)] == [1, 1, 0]
+    router.drain(first)
+    for name in "bcd":
+        assert router.route(AttemptKey(name, 1), [1, 2]).decode == other
+    assert router.has_pair({Route("p0", first)})
+    assert not router.has_pair({Route("p0", other)})
+    router.computed(AttemptKey("a", 1))
+    assert [router.num_attempts(name) for name in ("p0", first)] == [3, 1]
+    router.finished(AttemptKey("a", 1))
+    assert router.num_attempts(first) == 0
+    router.drain(other)
+    with pytest.raises(RoutingError, match=r"^there is no decode node$"):
+        router.route(AttemptKey("e", 1), [1])
+    router.remove(first)
+    router.add_decode(first, 4)  # another one, of the same name
+    assert router.route(AttemptKey("e", 1), [1]).decode == first
+    for call in (router.drain, router.num_attempts):
+        with pytest.raises(RoutingError, match=r"^there is no node 'd9'$"):
+            call("d9")
+
+
 def test_small_nodes_get_small_requests():
     router = make(prefill={"p0": 2, "p1": 30})
     assert router.route(AttemptKey("a", 1), range(11)) == route("p1", "d0")

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from radixkv.scheduler.errors import NodesMissingError
-from radixkv.scheduler.gateway.network_gateway import NetworkGateway
+from radixkv.scheduler.gateway.network_gateway import NetworkGateway, SendToNode
 from radixkv.scheduler.handoff import Hits
 from radixkv.scheduler.handoff.gateway_messages import GATEWAY, Finished, NodeStatus, RunPrefill
 from radixkv.scheduler.nodes.channel import DroppedFrame, RefusedConnection
@@ -84,6 +84,37 @@ def test_a_request_that_cannot_be_encoded_fails_alone() -> None:
         assert nodes.num_open == 1
         assert p.wait(LATE_S)
         assert any(isinstance(packet.message, RunPrefill) for packet in p.receive())
+
+
+def test_a_node_that_was_drained_ends_unnoticed_and_its_name_is_not_used_again() -> None:
+    def join(peer: str, epoch: int, now: float) -> None:
+        role = "prefill" if peer == "p0" else "decode"
+        status = NodeStatus(role, "127.0.0.1:9", "jax", 4, 64, "m")  # type: ignore[arg-type]
+        gateway.receive(peer, epoch, status, now)
+
+    gateway = NetworkGateway(4, silence_s=5.0)
+    for peer in ("p0", "d0", "d1"):
+        join(peer, 1, 0.0)
+    gateway.add_request(Request("a", [1, 2], 1), 0.0)
+    gateway.tick(0.0)
+    [run] = [each.message for each in gateway.take_actions() if isinstance(each, SendToNode)]
+    assert isinstance(run, RunPrefill)
+    busy = run.decode_node
+    gateway.drain(busy)
+    assert [gateway.num_attempts(peer) for peer in ("p0", busy, "d9")] == [1, 1, 0]
+    gateway.receive(busy, 1, Finished(run.key, (7,), Hits(0, 0, 0), 0), 0.0)
+    assert [request.output_tokens for request in gateway.take_ended()] == [[7]]
+    assert gateway.num_attempts(busy) == 0
+    join(busy, 2, 1.0)
+    assert gateway.nodes[busy].refusal == "it was drained, and its name is not used again"
+    assert (gateway.count("decode"), gateway.num_attempts(busy)) == (1, 0)
+    other = {"d0": "d1", "d1": "d0"}[busy]
+    gateway.tick(6.0)
+    assert set(gateway.gone) == {"p0", other}
+    gateway.drain(other)
+    assert set(gateway.gone) == {"p0"}
+    join(other, 1, 7.0)
+    assert gateway.count("decode") == 0
 
 
 def test_more_blocks_than_the_gateway_follows_are_refused_before_anything_is_allocated() -> None:

@@ -1,0 +1,191 @@
+"""`radixkv serve --ray` on a cluster of several raylets; needs the extra ``ray``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+from radixkv.scheduler.models import make_tiny_checkpoint
+
+from ..tokenizers import add_tokenizer
+from .small import NEW_TOKENS, NODE_OPTIONS, PROMPTS, generate
+
+MAIN = [sys.executable, "-m", "radixkv.scheduler.cli.main"]
+MACHINE = {"include_dashboard": False}
+NUM_THREADS = 4
+PASSWORD = "open-sesame-1001"
+
+
+class Server:
+    """A `radixkv serve --ray` in a process of its own, and what it prints."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._new: SimpleQueue[str] = SimpleQueue()
+        Thread(target=self._read, daemon=True).start()
+        self.url = self.wait_for(r"tiny is served at (\S+)")[1]
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._new.put(line)
+        self._new.put("")
+
+    def wait_for(self, expression: str) -> re.Match[str]:
+        """Wait for a line, after those that were waited for before."""
+        while line := self._new.get(timeout=100):
+            self.lines.append(line)
+            if found := re.search(expression, line):
+                return found
+        raise AssertionError("".join(self.lines))
+
+    def complete(self, prompt: list[int]) -> list[int]:
+        fields = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": NEW_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        request = Request(f"{self.url}/completions", json.dumps(fields).encode())
+        with urlopen(request, timeout=100) as response:
+            [choice] = json.load(response)["choices"]
+        tokens: list[int] = choice["token_ids"]
+        return tokens
+
+
+@contextmanager
+def load(server: Server, expected: list[list[int]]) -> Iterator[None]:
+    """Complete prompts all the time, and check the answers, until the block ends."""
+    ended, numbers, begun = Event(), count(), [Event() for _ in range(NUM_THREADS)]
+
+    def run(has_begun: Event) -> int:
+        for done in count():
+            place = next(numbers) % len(PROMPTS)
+            assert server.complete(PROMPTS[place]) == expected[place]
+            has_begun.set()
+            if ended.is_set():
+                return done + 1
+        raise AssertionError("unreachable")
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        runs = [pool.submit(run, each) for each in begun]
+        try:
+            for each in begun:
+                assert each.wait(100)
+            yield
+        finally:
+            ended.set()
+        assert sum(each.result() for each in runs) >= NUM_THREADS
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
+def test_a_fleet_survives_its_machines_and_scales_under_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A raylet and an actor are killed, and nodes are drained: every answer is right.
+
+    Each node has two devices; the answers are those of one engine with one device.
+    """
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_DEDUP_LOGS", "0")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    import ray
+    from ray.cluster_utils import Cluster
+
+    model = tmp_path / "model"
+    model.mkdir()
+    make_tiny_checkpoint(model)
+    add_tokenizer(model)
+    expected = generate(model, tmp_path, "--device-blocks", 64)["outputs"]
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **MACHINE})
+    machines = [cluster.add_node(num_cpus=2, **MACHINE) for _ in range(4)]
+    options = map(str, [*NODE_OPTIONS, "--ray", "prefill=1,decode=2,tp=2"])
+    environment = {
+        **os.environ,
+        "RAY_ADDRESS": cluster.address,
+        "STORAGE": f"file://{tmp_path / PASSWORD}",
+    }
+    storage = ["--host-blocks=8", "--storage=env:STORAGE"]
+    process = subprocess.Popen(
+        [*MAIN, "serve", str(model), "--port=0", "--served-model-name=tiny", *options, *storage],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
+    try:
+        server = Server(process)
+        ray.init(address=cluster.address, namespace="radixkv", log_to_driver=False)
+
+        def node(name: str, ask: Callable[[Any], object]) -> Any:
+            return ray.get(ray.get_actor(name).__ray_call__.remote(ask))
+
+        with load(server, expected):
+            host = node("decode-0", lambda _: ray.get_runtime_context().get_node_id())
+            [machine] = [each for each in machines if each.node_id == host]
+            cluster.remove_node(machine, allow_graceful=False)
+            server.wait_for("decode-0 serves at")  # Ray has started it again
+            ray.kill(ray.get_actor("decode-1"))  # for good: Ray does not start it again
+            server.wait_for("decode-1 has failed, and another node replaces it: ActorDiedError")
+            server.wait_for("decode-2 serves at")
+            for number, message in ((1, "decode-2 has left the fleet"), (2, "decode-3 serves at")):
+                scaled = subprocess.run(
+                    [*MAIN, "fleet", "scale", "--decode", str(number)],
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                )
+                said = f"the fleet shall have 1 prefill and {number} decode nodes\n"
+                assert (scaled.returncode, scaled.stdout) == (0, said), scaled.stderr
+                server.wait_for(message)
+        with urlopen(server.url.replace("/v1", "/metrics")) as response:
+            metrics = response.read().decode().splitlines()
+        ups = {
+            re.findall('node="(.*?)"', line)[0]: line.split()[-1]
+            for line in metrics
+            if line.startswith("radixkv:node_up")
+        }
+        assert ups.pop("decode-2", "0.0") == "0.0"  # until it has been silent for some time
+        assert ups.pop("decode-1", "0.0") == "0.0"
+        assert ups == dict.fromkeys(["prefill-0", "decode-0", "decode-3"], "1.0")
+        names = {each["name"] for each in ray.util.list_named_actors(all_namespaces=True)}
+        assert names == {"fleet", "prefill-0", "decode-0", "decode-3"}
+        secret = ray.get(ray.get_actor("fleet").join.remote()).secret
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                assert secret.encode() not in entry.read_bytes()
+            except OSError:  # it has ended
+                continue
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=100) == 0
+        session = Path(cluster.head_node.get_session_dir_path())
+        logs = [file for file in (session / "logs").rglob("*") if file.is_file()]
+        assert any("decode-0 serves at" in file.read_text(errors="replace") for file in logs)
+        for file in logs:
+            text = file.read_text(errors="replace")
+            assert secret not in text and PASSWORD not in text, file.name
+        assert not any(secret in line or PASSWORD in line for line in server.lines)
+    finally:
+        process.kill()
+        process.wait()
+        ray.shutdown()
+        cluster.shutdown()
