@@ -8,7 +8,7 @@
       "measured": {"time": ..., "versions": {...}},
       "paged_decode": [
         {"dtype": "bfloat16", "head_dim": 128, "group": 4, "block_size": 16,
-         "rows": 512, "tokens": 4096, "config": {"tile_tokens": 64, "stages": 3, "splits": 1}}
+         "rows": 512, "tokens": 4096, "config": {"tile_tokens": 64, "stages": 3, "programs": 264}}
       ],
       "paged_extend": [
         {"dtype": "bfloat16", "head_dim": 128, "group": 4, "block_size": 64,

@@ -64,17 +64,15 @@ def tune(sizes: Sizes, what: str, start_clock: Any, *, quick: bool = False) -> I
 
 
 def decode_configs(rule: DecodeConfig, head_dim: int) -> list[DecodeConfig]:
-    """Configurations to time: other tilings, half and twice as many splits."""
+    """Configurations to time: other tilings, and half as many thread blocks."""
     tilings = {
         64: ((64, 6), (128, 4)),
         128: ((64, 4), (64, 5), (64, 6), (128, 3)),
         256: ((64, 4),),
     }.get(head_dim, ())
-    splits = {rule.splits}
-    if rule.splits > 1:
-        splits |= {max(1, rule.splits // 2), 2 * rule.splits}
     pairs = ((rule.tile_tokens, rule.stages), *tilings)
-    return [DecodeConfig(*pair, each) for pair in pairs for each in sorted(splits)]
+    programs = {rule.programs, max(1, rule.programs // 2)}
+    return [DecodeConfig(*pair, each) for pair in pairs for each in sorted(programs)]
 
 
 def extend_configs(rule: ExtendConfig, head_dim: int) -> list[ExtendConfig]:
@@ -107,7 +105,7 @@ def _decode(sizes: Sizes, block_size: int, kind: Kind, quick: bool) -> Iterator[
     itemsize = jnp.dtype(kind.dtype).itemsize
     options = check_options(kind.head_dim**-0.5, None, None, None, sizes.kv_heads * kind.group)
     for batch, length in sizes.decode if kind == sizes.kind else sizes.decode[:1]:
-        shape = batch, sizes.kv_heads, kind.head_dim, length, itemsize, device.num_cores
+        shape = batch, sizes.kv_heads, kind.head_dim, itemsize, device.num_cores
         rule = decode_rules.choose_config(*shape)
         key = {
             "rows": tuning.bucket(batch * sizes.kv_heads),
@@ -147,9 +145,8 @@ def _extend(sizes: Sizes, block_size: int, kind: Kind, quick: bool) -> Iterator[
     for name in names:
         rows = sizes.extend[name]
         tokens = sum(-(-row.new // 8) * 8 for row in rows)
-        table = max(row.new + row.cached for row in rows)
         single = decode_rules.choose_config(
-            len(rows), sizes.kv_heads, kind.head_dim, table, itemsize, device.num_cores
+            len(rows), sizes.kv_heads, kind.head_dim, itemsize, device.num_cores
         )
         for config in _others(rule, extend_configs(rule, kind.head_dim), quick):
 

@@ -80,9 +80,9 @@ def paged_decode(
 
     and query head ``i`` reads KV head ``i // (q_heads // kv_heads)``. The cost is proportional to
     the sum of the lengths (each rounded up to a chunk), not to the width of the table. The "mosaic"
-    backend splits rows only if the batch does not fill the GPU, so a call takes at least the time
-    of its longest row. Memory beyond a row's length is never used: it may hold NaN, and its table
-    entries may be anything.
+    backend divides that sum among the thread blocks of the GPU, whichever rows it comes from.
+    Memory beyond a row's length is never used: it may hold NaN, and its table entries may be
+    anything.
 
     Args:
         q: Queries, one token per row, bfloat16, float16 or float32; accumulation is in float32.
@@ -165,4 +165,4 @@ def config_for(q_heads: int, k_blocks: Array, block_tables: Array) -> DecodeConf
     if found is not None:
         return DecodeConfig(**found)
     itemsize = k_blocks.dtype.itemsize
-    return choose_config(batch, kv_heads, head_dim, table_tokens, itemsize, device.num_cores)
+    return choose_config(batch, kv_heads, head_dim, itemsize, device.num_cores)

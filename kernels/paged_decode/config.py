@@ -29,8 +29,21 @@ WGMMA_ROWS = 64
 COLUMNS = 64
 """Columns that threads move between registers and shared memory at a time."""
 
-MAX_SPLITS = 64
-"""Thread blocks per KV head that suffice for the whole bandwidth; more make the merge slower."""
+MAX_PARTS = 64
+"""Thread blocks per (row, KV head) of a batch, on average. As many suffice for the whole bandwidth,
+and more make the merge slower."""
+
+SMALLEST_SHARE = 2
+"""KV tiles of a thread block, of which the first waits for its memory and the second does not."""
+
+MERGE_VECTOR = 128
+"""Elements of a register array of the merge, at least: one per thread."""
+
+MERGE_VECTORS = 4
+"""Most of these arrays that a thread block of the merge makes; fewer of larger ones."""
+
+MERGE_PARTS = 8
+"""Parts that the merge reads at a time."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +54,8 @@ class DecodeConfig:
     """KV tokens of a pipeline stage: a multiple of 64, and a multiple or divisor of block_size."""
     stages: int
     """Number of pipeline stages, at least 3."""
-    splits: int
-    """Number of thread blocks that share a (row, KV head)."""
+    programs: int
+    """Number of thread blocks, among which the KV tiles of the batch are divided."""
 
 
 def blocks_per_sm(head_dim: int) -> int:
@@ -51,32 +64,24 @@ def blocks_per_sm(head_dim: int) -> int:
 
 
 def choose_config(
-    batch: int, kv_heads: int, head_dim: int, table_tokens: int, itemsize: int, num_cores: int
+    batch: int, kv_heads: int, head_dim: int, itemsize: int, num_cores: int
 ) -> DecodeConfig:
     """Return the launch configuration for a static shape.
 
-    The tile and the pipeline fill the shared memory. Rows are split only if the batch does not
-    fill the GPU, and never into fewer than two tiles.
-
-    The rule knows the number of rows but not their lengths. If the batch fills the GPU and one
-    row is far longer than the others, one thread block per KV head reads all of that row, and the
-    launch takes as long as that row alone would, unsplit. A split by length needs a work list
-    built on the device and a second pass that merges the parts: additional launches for every
-    batch, although most have nothing to merge.
+    The tile and the pipeline fill the shared memory, the thread blocks fill the GPU. The lengths
+    of the rows decide on the device which of them share a row (`work_list`).
 
     Args:
         batch: Number of rows.
         kv_heads: Number of KV heads.
         head_dim: Elements of a head.
-        table_tokens: Capacity of a row's block table in tokens.
         itemsize: Bytes of an element of the pools.
         num_cores: Number of multiprocessors.
     """
     tile_tokens = 128 if head_dim == 64 else 64
     stages = 3 if itemsize > 1 else 4
     resident = num_cores * blocks_per_sm(head_dim)
-    splits = min(resident // (batch * kv_heads), table_tokens // (2 * tile_tokens), MAX_SPLITS)
-    return DecodeConfig(tile_tokens, stages, max(1, splits))
+    return DecodeConfig(tile_tokens, stages, min(resident, MAX_PARTS * batch * kv_heads))
 
 
 def unsupported(q: jax.Array | jax.ShapeDtypeStruct, k_blocks: jax.Array) -> str | None:

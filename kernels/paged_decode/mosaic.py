@@ -1,7 +1,8 @@
 """The Mosaic GPU backend of `paged_decode`, for Hopper: split-KV attention with pipelined TMA.
 
-A thread block of four warps attends for one (row, KV head, split of the row's KV). The queries of
-the KV head are the rows of a WGMMA tile, padded to 64; only the real ones are stored::
+Persistent thread blocks of four warps work through equal shares of all KV tiles of the batch, as
+`work_list` divides them. A work tile is the part of a share that belongs to one (row, KV head). The
+queries of the KV head are the rows of a WGMMA tile, padded to 64; only the real ones are stored::
 
                        one pipeline stage: a KV tile of `tile_tokens` tokens, made of TMA boxes
                       .-------------------------------------------------.
@@ -23,8 +24,10 @@ issues and a barrier counts. The pipeline has `stages` stages::
              start to load the table entries of tile i + stages
              wait for K of tile i, multiply, softmax, wait for V of tile i, multiply
 
-So `stages - 1` tiles of K and V are always in flight per thread block, and `blocks_per_sm` thread
-blocks share a multiprocessor, so that one computes or starts while the other loads::
+After the last step of a work tile, the copies of the next one's first tiles are issued before this
+one's output is stored (with a head_dim of 256, afterwards). So `stages - 1` tiles of K and V are
+always in flight per thread block, and `blocks_per_sm` thread blocks share a multiprocessor, so that
+one computes while the other loads::
 
     pools     head_dim   tile x stages   shared memory   thread blocks   in flight
     16 bit          64        128 x 3          112 KiB               2     128 KiB
@@ -40,9 +43,8 @@ blocks share a multiprocessor, so that one computes or starts while the other lo
 An H100 needs about 25 KiB in flight per multiprocessor for each microsecond of latency. Small
 blocks add copies, not bytes: a tile of 64 tokens in blocks of 16 takes eight copies of 4 KiB.
 
-The tiles of a row's visible tokens are divided evenly among `splits` thread blocks, by the actual
-length of the row. With one split the output is final. With more, each thread block stores its own
-output and log-sum-exp in float32, and XLA merges them in one pass (two if there are many splits).
+Each work tile stores its own output and log-sum-exp in float32, and a second kernel
+(`merge`) makes the output of each row from those of its work tiles.
 
 Tokens that a row does not see have no effect: only table entries of blocks with visible tokens are
 read, the other logits are masked, and the other values are zeroed in shared memory, because they
@@ -67,22 +69,24 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from .. import mosaic_compat as mosaic
-from ..merge_states import merge_parts
 from ..mosaic_compat import Interpret, pl, plgpu
 from ..online_softmax import AttentionOptions
 from .config import COLUMNS, DecodeConfig
 from .config import WGMMA_ROWS as ROWS
+from .merge import heads_together, merge_parts
+from .work_list import Position, Row, build_work_list
 
 LOWEST = -1e30  # instead of -inf: the difference of two is 0, not NaN
 LOG2E = math.log2(math.e)
 
 
 class WorkTile(NamedTuple):
-    """The work of one thread block: a range of KV tiles of one (row, KV head)."""
+    """A range of KV tiles of one (row, KV head), which one thread block reads."""
 
     row: Any
     head: Any
-    split: Any
+    part: Any
+    """Index of its result among the parts."""
     fits: Any
     """Whether the row fits its block table; otherwise there is no work and the result is NaN."""
     length: Any
@@ -91,6 +95,8 @@ class WorkTile(NamedTuple):
     first_tile: Any
     """Tile `i` of a row starts at position `i * tile_tokens`."""
     num_tiles: Any
+    before: Any
+    """Number of tiles of the thread block's earlier work tiles."""
 
 
 class SoftmaxState(NamedTuple):
@@ -125,9 +131,8 @@ class Kernel:
     block_size: int
     num_blocks: int
     width: int
+    kv_heads: int
     quantised: bool
-    has_sinks: bool
-    stores_lse: bool
     interpret: Interpret
 
     @property
@@ -142,7 +147,7 @@ class Kernel:
 
     @property
     def prefetches_ids(self) -> bool:
-        """Whether registers are left for the block ids of one more tile."""
+        """Whether registers are left for the block ids of one more tile, or beside the output."""
         return self.head_dim < 256
 
     @property
@@ -165,7 +170,7 @@ class Kernel:
         full = plgpu.Barrier(num_arrivals=self.boxes, num_barriers=self.config.stages)
         transforms = mosaic.tiles(dtype, self.head_dim)
         # These share one place, because their lifetimes do not overlap: the queries in row-major
-        # order, later the output; a part of a split's output; the queries tiled for WGMMA.
+        # order; some columns of the output; the queries tiled for WGMMA.
         staged = (
             plgpu.SMEM((ROWS, self.head_dim), dtype),
             plgpu.SMEM((ROWS, self.columns), jnp.float32),
@@ -188,17 +193,46 @@ class Kernel:
         return scratch
 
     def body(self, names: tuple[str, ...], *references: Any) -> None:
-        """Attend for one work tile and store the result."""
+        """Attend for all work tiles of the thread block and store their results."""
         refs = SimpleNamespace(**dict(zip(names, references, strict=True)))
-        stages = self.config.stages
-        work = self.work_tile(refs)
-        queries, part, q_tile = refs.staged
+        program = lax.axis_index("program")
+        pair, tile, left = (refs.shares[program, field] for field in range(3))
+        first = Position(pair, tile, left, jnp.int32(0))
+        if self.prefetches_ids:
+            pl.when(left > 0)(lambda: self.start(refs, self.work_tile(refs, first)))
+
+        def attend_and_store(position: Position) -> Position:
+            work = self.work_tile(refs, position)
+            if not self.prefetches_ids:
+                self.start(refs, work)
+            state = self.attend(refs, work)
+            following = position.after(work.num_tiles)
+            if self.prefetches_ids:
+                # The stage of the last tile, which a warp may still read, is filled by `step`.
+                pl.when(following.left > 0)(
+                    lambda: self.start(refs, self.work_tile(refs, following))
+                )
+            self.store(refs, work, state)
+            return following
+
+        lax.while_loop(lambda position: position.left > 0, attend_and_store, first)
+
+    def start(self, refs: Any, work: WorkTile) -> None:
+        """Start the copies of the first tiles of a work tile, for all stages but one."""
+        for i in range(self.config.stages - 1):
+            ids = self.load_ids(refs, work, i)
+            pl.when(i < work.num_tiles)(partial(self.copy, refs, work, i, ids))
+
+    def attend(self, refs: Any, work: WorkTile) -> SoftmaxState:
+        """Attend to the tiles of a work tile, whose first copies have been started."""
+        queries, _, q_tile = refs.staged
         plgpu.copy_gmem_to_smem(
             refs.q.at[work.row, work.head], queries.at[pl.ds(0, self.group)], refs.q_full
         )
-        ids = [self.load_ids(refs, work, i) for i in range(stages)]
-        for i in range(stages - 1):
-            pl.when(i < work.num_tiles)(partial(self.copy, refs, work, i, ids[i]))
+        next_ids = self.load_ids(refs, work, self.config.stages - 1) if self.prefetches_ids else ()
+        scales = self.load_scales(
+            refs, work, self.load_ids(refs, work, 0) if self.quantised else ()
+        )
         plgpu.barrier_wait(refs.q_full)
         # Rows past the group hold undefined numbers. They affect no other row and are not stored.
         rows = self.cast(queries[...], plgpu.Layout.WGMMA)
@@ -209,14 +243,12 @@ class Kernel:
             self.cast(jnp.full((ROWS,), LOWEST, jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
             self.cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
         )
-        next_ids = ids[-1] if self.prefetches_ids else ()
-        prefetched = Prefetched(next_ids, *self.load_scales(refs, work, ids[0]))
 
         def step(i: Any, carry: tuple[SoftmaxState, Prefetched]) -> tuple[SoftmaxState, Prefetched]:
             return self.step(refs, work, i, *carry)
 
-        state, _ = lax.fori_loop(0, work.num_tiles, step, (state, prefetched))
-        self.store(refs, work, part, queries, state)
+        state, _ = lax.fori_loop(0, work.num_tiles, step, (state, Prefetched(next_ids, *scales)))
+        return SoftmaxState(*state)
 
     def cast(self, value: Any, layout: Any) -> Any:
         """`value` in a register layout."""
@@ -226,22 +258,30 @@ class Kernel:
         """Indices along a dimension, in a register layout."""
         return mosaic.iota(shape, dimension, layout, self.interpret)
 
-    def work_tile(self, refs: Any) -> WorkTile:
-        """Divide the row's visible KV tiles evenly among its splits; the last may get fewer."""
-        tile, splits = self.config.tile_tokens, self.config.splits
-        row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
-        length = refs.lengths[row]
-        fits = length <= self.width * self.block_size
-        length = jnp.where(fits, jnp.maximum(length, 0), 0)
-        first_visible = jnp.int32(0)
-        if self.options.window is not None:
-            first_visible = jnp.maximum(length - self.options.window, 0)
-        first = lax.div(first_visible, jnp.int32(tile))
-        end = lax.div(length + (tile - 1), jnp.int32(tile))
-        share = lax.div(end - first + (splits - 1), jnp.int32(splits))
-        first = first + split * share
-        num_tiles = jnp.clip(end - first, 0, share)
-        return WorkTile(row, head, split, fits, length, first_visible, first, num_tiles)
+    def row(self, refs: Any, row: Any) -> Row:
+        """What a row sees."""
+        return Row.of(
+            refs.lengths[row],
+            tile_tokens=self.config.tile_tokens,
+            window=self.options.window,
+            capacity=self.width * self.block_size,
+        )
+
+    def work_tile(self, refs: Any, position: Position) -> WorkTile:
+        """The work tile at a position of the thread block's share."""
+        row = lax.div(position.pair, jnp.int32(self.kv_heads))
+        seen = self.row(refs, row)
+        return WorkTile(
+            row=row,
+            head=lax.rem(position.pair, jnp.int32(self.kv_heads)),
+            part=position.pair + lax.axis_index("program"),
+            fits=seen.fits,
+            length=seen.length,
+            first_visible=seen.first_visible,
+            first_tile=seen.first_tile + position.tile,
+            num_tiles=jnp.minimum(seen.num_tiles - position.tile, position.left),
+            before=position.before,
+        )
 
     def load_ids(self, refs: Any, work: WorkTile, i: Any) -> tuple[Any, ...]:
         """Block ids of the work's tile `i`, clipped to the pool.
@@ -271,7 +311,7 @@ class Kernel:
 
     def copy(self, refs: Any, work: WorkTile, i: Any, ids: tuple[Any, ...]) -> None:
         """Start the copies of the work's tile `i` into its pipeline stage."""
-        stage = lax.rem(jnp.int32(i), jnp.int32(self.config.stages))
+        stage = lax.rem(work.before + i, jnp.int32(self.config.stages))
         offset: Any = 0
         if self.boxes == 1:
             start = (work.first_tile + i) * self.config.tile_tokens
@@ -290,7 +330,7 @@ class Kernel:
     ) -> tuple[SoftmaxState, Prefetched]:
         """Attend to the work's tile `i`."""
         tile_tokens, stages = self.config.tile_tokens, self.config.stages
-        stage = lax.rem(i, jnp.int32(stages))
+        stage = lax.rem(work.before + i, jnp.int32(stages))
         plgpu.commit_smem()  # all warps have finished tile i - 1: its stage is free
         newest = i + (stages - 1)
         ids = prefetched.ids if self.prefetches_ids else self.load_ids(refs, work, newest)
@@ -384,40 +424,25 @@ class Kernel:
             v[:, columns] = jnp.where(visible, values, jnp.zeros_like(values))
         plgpu.commit_smem()
 
-    def store(self, refs: Any, work: WorkTile, part: Any, out: Any, state: SoftmaxState) -> None:
-        """Store output and log-sum-exp: final ones, or those of a split."""
+    def store(self, refs: Any, work: WorkTile, state: SoftmaxState) -> None:
+        """Store output and log-sum-exp of a work tile."""
+        part = refs.staged[1]
         empty = state.total == 0  # not `> 0`: NaN in, NaN out
-        peak, total, factor = state.peak, state.total, jnp.float32(1)
-        if self.has_sinks:
-            layout = plgpu.Layout.WGMMA.reduce(1)
-            sink = mosaic.load(refs.sinks, work.head, layout, self.interpret) * LOG2E
-            peak = jnp.maximum(peak, sink)
-            factor = jnp.exp2(state.peak - peak)
-            total = total * factor + jnp.exp2(sink - peak)
-        factor = jnp.where(empty, 0.0, factor / jnp.where(empty, 1.0, total))
+        total = jnp.where(empty, 1.0, state.total)
         poison = jnp.where(work.fits, 0.0, jnp.nan)
-        factor = factor + poison
-        weighted = state.weighted * lax.broadcast_in_dim(factor, state.weighted.shape, [0])
-        plgpu.commit_smem()  # all warps have finished with the queries, which the output overwrites
-        if self.stores_lse:
-            lse = jnp.where(empty, -jnp.inf, peak / LOG2E + jnp.log(jnp.where(empty, 1.0, total)))
-            refs.lse[work.row, work.head, work.split] = lse + poison
+        weighted = state.weighted * lax.broadcast_in_dim(
+            1.0 / total + poison, state.weighted.shape, [0]
+        )
+        lse = jnp.where(empty, -jnp.inf, state.peak + jnp.log2(total))
+        refs.lses[work.part] = lse + poison
         real = pl.ds(0, self.group)
-        target = refs.out.at[work.row, work.head, work.split]
-        if self.config.splits == 1:
-            # All at once takes too many registers.
-            for first in range(0, self.head_dim, self.columns):
-                columns = slice(first, first + self.columns)
-                out[:, columns] = weighted[:, columns].astype(out.dtype)
+        for first in range(0, self.head_dim, self.columns):
+            part[...] = weighted[:, first : first + self.columns]
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out.at[real], target)
-        else:
-            for first in range(0, self.head_dim, self.columns):
-                part[...] = weighted[:, first : first + self.columns]
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(part.at[real], target.at[:, pl.ds(first, self.columns)])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # `part` may be overwritten
-        plgpu.wait_smem_to_gmem(0)
+            target = refs.parts.at[work.part, :, pl.ds(first, self.columns)]
+            plgpu.copy_smem_to_gmem(part.at[real], target)
+            # Afterwards, the next columns or the next queries may overwrite the place.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 @partial(jax.jit, static_argnames=("options", "config", "return_lse", "interpret"))
@@ -439,20 +464,24 @@ def decode(
     batch, q_heads, head_dim = q.shape
     num_blocks, kv_heads, block_size, _ = k_blocks.shape
     group = q_heads // kv_heads
-    final = config.splits == 1
     queries = q.reshape(batch, kv_heads, group, head_dim)
     # With a head_dim of 256 and other groups, Mosaic's layout inference does not terminate.
-    padding = -group % 4 if head_dim == 256 else 0
+    # `merge_parts` reads the outputs of some heads together.
+    padding = -group % (4 if head_dim == 256 else heads_together(head_dim))
     if padding:
         queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    inputs = {"q": queries, "k": k_blocks, "v": v_blocks, "table": block_tables, "lengths": lengths}
+    work = build_work_list(
+        lengths,
+        kv_heads=kv_heads,
+        programs=config.programs,
+        tile_tokens=config.tile_tokens,
+        window=options.window,
+        capacity=block_tables.shape[1] * block_size,
+    )
+    inputs = {"q": queries, "k": k_blocks, "v": v_blocks, "table": block_tables}
+    inputs |= {"lengths": lengths, "shares": work.shares}
     if scales is not None:
         inputs |= {"k_scales": scales[0], "v_scales": scales[1]}
-    sink_rows = None
-    if sinks is not None:
-        sink_rows = sinks.astype(jnp.float32).reshape(kv_heads, group)
-        if final:
-            inputs["sinks"] = jnp.pad(sink_rows, ((0, 0), (0, ROWS - group)))
     kernel = Kernel(
         config=config,
         options=options,
@@ -461,44 +490,36 @@ def decode(
         block_size=block_size,
         num_blocks=num_blocks,
         width=block_tables.shape[1],
+        kv_heads=kv_heads,
         quantised=scales is not None,
-        has_sinks="sinks" in inputs,
-        # With a head_dim of 256, ptxas spills the output of a kernel that stores no lse.
-        stores_lse=return_lse or not final or head_dim == 256,
         interpret=interpret,
     )
-    out, *lses = _run(kernel, inputs)
-    out = out[..., :group, :]
-    lse = lses[0][..., :group] if lses else None
-    if final:
-        out, lse = out[:, :, 0], None if lse is None else lse[:, :, 0]
-    else:
-        assert lse is not None
-        parts = range(config.splits)
-        out, lse = merge_parts(
-            [out[:, :, i] for i in parts], [lse[:, :, i] for i in parts], sink_rows
-        )
-    lse = lse.reshape(batch, q_heads) if return_lse and lse is not None else None
-    return out.reshape(q.shape).astype(q.dtype), lse
+    parts, lses = _run(kernel, inputs)
+    if sinks is not None:
+        sinks = jnp.pad(sinks.reshape(kv_heads, group), ((0, 0), (0, padding)))
+    out, lse = merge_parts(parts, lses, work.parts, sinks, q.dtype, return_lse, interpret)
+    out = out.reshape(queries.shape)[..., :group, :].reshape(q.shape)
+    if lse is not None:
+        lse = lse.reshape(queries.shape[:-1])[..., :group].reshape(batch, q_heads)
+    return out, lse
 
 
 def _run(kernel: Kernel, inputs: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Launch one thread block per (row, KV head, split)."""
-    q, splits = inputs["q"], kernel.config.splits
-    batch, kv_heads, group, head_dim = q.shape
+    """Launch the persistent thread blocks."""
+    batch, kv_heads, group, head_dim = inputs["q"].shape
+    num_parts = batch * kv_heads + kernel.config.programs
     shaped = cast(Any, jax.ShapeDtypeStruct)  # has no types in some versions
-    kept = (batch, kv_heads, splits, group, head_dim)
-    outputs = {"out": shaped(kept, q.dtype if splits == 1 else jnp.float32)}
-    if kernel.stores_lse:
-        # Including the padding rows: 256 bytes per (row, KV head, split).
-        outputs["lse"] = shaped((batch, kv_heads, splits, ROWS), jnp.float32)
-    scratch = kernel.scratch(q.dtype, inputs["k"].dtype)
+    outputs = {
+        "parts": shaped((num_parts, group, head_dim), jnp.float32),
+        "lses": shaped((num_parts, ROWS), jnp.float32),
+    }
+    scratch = kernel.scratch(inputs["q"].dtype, inputs["k"].dtype)
     return mosaic.run(
         partial(kernel.body, (*inputs, *outputs, *scratch)),
         tuple(inputs.values()),
         outputs=tuple(outputs.values()),
         name="paged_decode",
-        grid={"row": batch, "head": kv_heads, "split": splits},
+        grid={"program": kernel.config.programs},
         scratch=tuple(scratch.values()),
         interpret=kernel.interpret,
         approx_math=True,

@@ -159,7 +159,7 @@ def tuned_timings(what, monkeypatch):
 class TestTuning:
     @pytest.mark.parametrize("head_dim", [64, 128, 256])
     def test_there_are_configurations_to_time(self, head_dim):
-        decode = tune.decode_rules.choose_config(64, 8, head_dim, 4096, 2, 132)
+        decode = tune.decode_rules.choose_config(64, 8, head_dim, 2, 132)
         extend = tune.extend_rules.choose_config(head_dim, 132)
         assert set(tune.decode_configs(decode, head_dim)) - {decode}
         assert set(tune.extend_configs(extend, head_dim)) - {extend}
@@ -237,7 +237,7 @@ class TestTuning:
 
     def test_only_what_beats_the_rule_has_an_entry(self):
         def record(seconds, rule, rows=512, kernel="paged_decode"):
-            entry = {"block_size": 64, "rows": rows, "tokens": 4096, "config": {"splits": rule}}
+            entry = {"block_size": 64, "rows": rows, "tokens": 4096, "config": {"programs": rule}}
             about = {"tuned": str(rows), "device_kind": "NVIDIA H100 80GB HBM3", "kernel": kernel}
             return about | {"seconds": seconds, "rule": rule, "entry": entry}
 
@@ -256,7 +256,7 @@ class TestTuning:
         assert table["paged_extend"] == [records[-1]["entry"]]
         assert tuning.file_name(table["device_kind"]) in tables
         text = gpu.report(records)
-        assert "512: 1000000.0 us by the rule, 900000.0 us with {'splits': False}, of 3" in text
+        assert "512: 1000000.0 us by the rule, 900000.0 us with {'programs': False}, of 3" in text
 
     def test_an_entry_makes_a_configuration(self, monkeypatch):
         for what in ("decode 64", "extend 64"):

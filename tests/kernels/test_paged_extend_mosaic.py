@@ -130,7 +130,7 @@ CASES: dict[str, dict[str, Any]] = {
 CASES["single tokens among other rows"] = dict(
     kv_lengths=[90, 70, 0, 40, 33, 5, 100], q_lengths=[1, 9, 0, 1, 1, 1, 2],
     q_starts=[13, 1, -5, 11, 20, 10, 14], num_tokens=24, width=5,
-    decode_config=DecodeConfig(tile_tokens=64, stages=3, splits=2),
+    decode_config=DecodeConfig(tile_tokens=64, stages=3, programs=2),
     soft_cap=2.0, window=60, sinks=jnp.array([-2.0, 0.0, 3.0, 50.0]),
 )  # fmt: skip
 CASES["int8 pools"] = dict(kv_lengths=[90, 150], q_lengths=[20, 7], pool_dtype="int8")

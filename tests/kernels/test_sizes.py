@@ -28,7 +28,9 @@ from radixkv.kernels.latent_attention import mosaic as latent_mosaic
 from radixkv.kernels.online_softmax import AttentionOptions
 from radixkv.kernels.paged_decode import batched as decode_batched
 from radixkv.kernels.paged_decode import config as decode_config
+from radixkv.kernels.paged_decode import merge as decode_merge
 from radixkv.kernels.paged_decode import mosaic as decode_mosaic
+from radixkv.kernels.paged_decode import work_list as decode_list
 from radixkv.kernels.paged_decode import xla as decode_xla
 from radixkv.kernels.paged_extend import batched as extend_batched
 from radixkv.kernels.paged_extend import config as extend_config
@@ -46,6 +48,8 @@ from .interpret import PARAMS, SEES_ASYNC_RACES
 from .lowering import SHARED_MEMORY_BYTES, shaped
 from .planted import planted
 from .problems import Cache, Heads, assert_close, int32, make_cache, make_queries
+from .test_paged_decode_merge import check_merge
+from .test_paged_decode_work_list import check_work_list as check_decode_list
 from .work_list_checks import BLOCK_KV, MAX_KV, TOKENS, check_rows
 
 WINDOW = 100
@@ -254,16 +258,40 @@ def head_dim_of_columns(module: ModuleType, distance: int) -> None:
         assert (found is None) == (distance == 0)
 
 
-def most_splits(module: ModuleType, distance: int) -> None:
-    """A row is split into at most 64 parts, of at least two tiles of 64 tokens each."""
-    for most in (2, decode_config.MAX_SPLITS):
-        for short in (0, 1):
-            tokens = (most + distance) * 128 - short
-            config = module.choose_config(1, 1, 128, tokens, 2, 132)
-            assert config.splits == max(1, min(tokens // 128, decode_config.MAX_SPLITS))
-    for rows in (66, 132):  # two thread blocks fit each multiprocessor
-        splits = module.choose_config(rows + distance, 2, 128, 2**15, 2, 132).splits
-        assert splits == max(1, 264 // (2 * (rows + distance)))
+def thread_blocks_of_decode(module: ModuleType, distance: int) -> None:
+    """They fill the GPU, but few pairs of a row and a KV head cannot use so many."""
+    for cores in (8, 132):
+        pairs = max(1, 2 * cores // decode_config.MAX_PARTS + distance)
+        found = module.choose_config(pairs, 1, 128, 2, cores).programs
+        assert found == min(2 * cores, decode_config.MAX_PARTS * pairs)
+        assert found == module.choose_config(1, pairs, 64, 2, cores).programs
+        assert module.choose_config(64, 8, 256, 2, cores).programs == cores
+
+
+def shares_of_decode(module: ModuleType, distance: int) -> None:
+    """Two tiles for each thread block, or one tile fewer or more in all."""
+    for programs in (1, 5):
+        tiles = max(1, programs * decode_config.SMALLEST_SHARE + distance)
+        for length in (64 * tiles, 64 * tiles - 63):
+            check_decode_list([length], 1, programs, module=module)
+        check_decode_list([64] * tiles, 1, programs, module=module)
+
+
+def merged_parts(module: ModuleType, distance: int) -> None:
+    """As many parts as the merge reads at a time, or one fewer or more; and one part."""
+    size = decode_config.MERGE_PARTS
+    check_merge([size + distance, 1, 2 * size + distance], 1, 128, module)
+
+
+def merged_vectors(module: ModuleType, distance: int) -> None:
+    """As many query heads as a thread block of the merge has arrays."""
+    check_merge([2], decode_config.MERGE_VECTORS + distance, 128, module)
+
+
+def merged_heads(module: ModuleType, distance: int) -> None:
+    """Heads of half an array, of one, and of two."""
+    head_dim = decode_config.MERGE_VECTOR
+    check_merge([3], 2, {-1: head_dim // 2, 0: head_dim, 1: 2 * head_dim}[distance], module)
 
 
 def work_tiles(module: ModuleType, distance: int) -> None:
@@ -282,12 +310,12 @@ def work_tiles(module: ModuleType, distance: int) -> None:
 
 
 def launch_of_decode(module: ModuleType, distance: int) -> None:
-    """The Mosaic kernel, simulated: tiles, stages of its pipeline, and splits of a row."""
+    """The Mosaic kernel, simulated: tiles, stages of its pipeline, and shares."""
     tile, stages = 64, 3
     lengths = [tile * tiles + distance for tiles in (1, stages - 1, stages, stages + 1)]
     mosaic = test_paged_decode_mosaic
-    for splits in (1, 2):
-        config = decode_config.DecodeConfig(tile, stages, splits)
+    for programs in (1, 2):
+        config = decode_config.DecodeConfig(tile, stages, programs)
         mosaic.TestSimulated().check(
             lengths, heads=Heads(1, 1, 64), block_size=16, dtype="bfloat16", lse_dtype="float32",
             window=tile * 3 // 2,
@@ -433,7 +461,11 @@ EDGES = {
     "paged_decode.BATCHED_STEP_BYTES": Edge(batched_attention, batched_decode_step),
     "paged_decode.CHUNK_TOKENS": Edge(decode_xla, decode_chunk),
     "paged_decode.COLUMNS": Edge(mosaic_limits, head_dim_of_columns),
-    "paged_decode.MAX_SPLITS": Edge(decode_config, most_splits),
+    "paged_decode.MAX_PARTS": Edge(decode_config, thread_blocks_of_decode),
+    "paged_decode.MERGE_PARTS": Edge(decode_merge, merged_parts),
+    "paged_decode.MERGE_VECTOR": Edge(decode_merge, merged_heads),
+    "paged_decode.MERGE_VECTORS": Edge(decode_merge, merged_vectors),
+    "paged_decode.SMALLEST_SHARE": Edge(decode_list, shares_of_decode),
     "paged_decode.STEP_BYTES": Edge(decode_xla, decode_step),
     "paged_decode.WGMMA_ROWS": Edge(decode_config, largest_group_of_decode),
     "paged_extend.ALIGNMENT": Edge(work_list, work_tiles),
@@ -503,14 +535,29 @@ CHEAP_BUGS = {
     "a tile of too few tokens": (
         "paged_extend.WARPGROUPS", "TILE_ROWS // heads //", "(TILE_ROWS - 1) // heads //"
     ),
-    "splits of one tile": (
-        "paged_decode.MAX_SPLITS", "// (2 * tile_tokens)", "// (2 * tile_tokens - 1)"
+    "a share of one tile": (
+        "paged_decode.SMALLEST_SHARE", "total // SMALLEST_SHARE", "total // (SMALLEST_SHARE - 1)"
     ),
-    "a split too few": (
-        "paged_decode.MAX_SPLITS", "table_tokens // (2", "(table_tokens - 1) // (2"
+    "a thread block too few": (
+        "paged_decode.SMALLEST_SHARE", "total // SMALLEST_SHARE", "(total - 1) // SMALLEST_SHARE"
     ),
-    "a split too many": (
-        "paged_decode.MAX_SPLITS", "tile_tokens), MAX_SPLITS)", "tile_tokens), MAX_SPLITS + 1)"
+    "a thread block too many": (
+        "paged_decode.MAX_PARTS", "MAX_PARTS * batch * kv_heads", "MAX_PARTS * batch * kv_heads + 1"
+    ),
+    "the last tile is in no share": (
+        "paged_decode.SMALLEST_SHARE", "length + (tile_tokens - 1)", "length + (tile_tokens - 2)"
+    ),
+    "parts of another thread block": (
+        "paged_decode.SMALLEST_SHARE", "larger + (place - of_larger)", "larger + (place - larger)"
+    ),
+    "the last part is lost": (
+        "paged_decode.MERGE_PARTS", "+ (MERGE_PARTS - 1), jnp", "+ (MERGE_PARTS - 2), jnp"
+    ),
+    "the last part counts twice": (
+        "paged_decode.MERGE_PARTS", "jnp.where(wanted < end", "jnp.where(wanted <= end"
+    ),
+    "two heads have one weight": (
+        "paged_decode.MERGE_VECTOR", "element >= i * head_dim", "element >= 2 * i * head_dim"
     ),
     "latents: a split of one tile": (
         "latent_attention.MAX_SPLITS", "// (2 * TILE_TOKENS)", "// TILE_TOKENS"
@@ -658,12 +705,8 @@ BUGS = {
         "chunk_tokens = blocks_per_chunk * block_size",
         "chunk_tokens = CHUNK_TOKENS",
     ),
-    "launch: the last tile is lost": (
-        "the launch of the Mosaic decode", "length + (tile - 1)", "length + (tile - 2)"
-    ),
-    "launch: the last split is lost": (
-        "the launch of the Mosaic decode", "end - first + (splits - 1)",
-        "end - first + (splits - 2)",
+    "launch: the last work tile is lost": (
+        "the launch of the Mosaic decode", "position.left > 0", "position.left > 2"
     ),
     "launch: a token too many": (
         "the launch of the Mosaic decode", "visible = position < work.length",
