@@ -7,12 +7,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Condition, Thread
 from typing import Final
 
 import jax
 import numpy as np
 
+from ..cleanup import give_back
 from ..ids import OpId
 from ..tokens import Int32Array
 from .host_arrays import HostArrays
@@ -54,7 +56,11 @@ class BackgroundWriter:
     """Writes staged blocks in the order of submission, one per thread at a time."""
 
     def __init__(self, host: HostArrays, num_threads: int) -> None:
-        """Start the threads."""
+        """Start the threads.
+
+        Raises:
+            RuntimeError: if there can be no more threads; those that run are stopped.
+        """
         self._host = host
         self._changed = Condition()  # guards the attributes below; never held during a copy
         self._queue: deque[StagedBlocks] = deque()
@@ -67,9 +73,14 @@ class BackgroundWriter:
         ]
         # Python unwinds the stack of a daemon thread that needs the GIL after the interpreter's
         # end. In a copy, it meets frames of JAX's C++, and the process aborts.
-        atexit.register(self.close, _EXIT_S)
-        for thread in self._threads:
-            thread.start()
+        try:
+            atexit.register(self.close, _EXIT_S)
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self._threads = [each for each in self._threads if each.is_alive()]
+            give_back(partial(self.close, _EXIT_S))
+            raise
 
     def submit(self, staged: StagedBlocks) -> None:
         """Queue a write.
@@ -125,20 +136,25 @@ class BackgroundWriter:
             if staged is None:
                 return
             op_id, blocks, num_bytes = staged.op_id, staged.blocks, staged.num_bytes
-            error = ""
+            error, is_reported = "", False
             try:
                 error = self._write(staged)
-                del staged  # free its memory before reporting it as free
-                self._report(op_id, blocks, num_bytes, error)
             except Exception as failure:
-                self._report(op_id, blocks, num_bytes, error or type(failure).__name__)
+                error = type(failure).__name__
+            del staged  # free its memory before reporting it as free
+            while not is_reported:  # else nobody would ever give its bytes back
+                try:
+                    is_reported = self._report(op_id, blocks, num_bytes, error)
+                except Exception as failure:
+                    error = error or type(failure).__name__
 
-    def _report(self, op_id: OpId, blocks: slice, num_bytes: int, error: str) -> None:
-        """Report a write; an error leaves no report."""
+    def _report(self, op_id: OpId, blocks: slice, num_bytes: int, error: str) -> bool:
+        """Report a write, and return True; an error leaves no report."""
         report = WriteReport(op_id, blocks, num_bytes, error)
         with self._changed:
             self._changed.notify_all()
             self._reports.append(report)
+        return True
 
     def _take(self) -> StagedBlocks | None:
         with self._changed:

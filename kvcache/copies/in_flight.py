@@ -124,6 +124,8 @@ class InFlightOperation:
 class InFlightTable:
     """All operations in flight, and the results and fences that the driver has not returned yet.
 
+    In each call, what may raise comes before the first change.
+
     Attributes:
         open: operations that have not ended, in the order of dispatch.
         unfenced: ended operations whose blocks may still be in use.
@@ -159,8 +161,9 @@ class InFlightTable:
     def end(self, entry: InFlightOperation, outcome: Outcome, *, fenced: bool) -> None:
         """End an operation, with the blocks copied so far."""
         op_id = entry.operation.id
+        result = OperationResult(op_id, tuple(entry.ok), fenced)
         self._close(entry, outcome, fenced=fenced)
-        self._results[op_id] = OperationResult(op_id, tuple(entry.ok), fenced)
+        self._results[op_id] = result
 
     def cancel(self, entry: InFlightOperation, *, fenced: bool) -> None:
         """End an operation without a result: the manager that cancelled it has already ended it."""
@@ -177,11 +180,11 @@ class InFlightTable:
     def fence(self, entry: InFlightOperation) -> None:
         """Record that the blocks of an ended operation are no longer in use."""
         op_id = entry.operation.id
-        del self.unfenced[op_id]
         if op_id in self._results:  # its end was not returned yet
             self._results[op_id] = replace(self._results[op_id], fenced=True)
         else:
             self._fenced.append(op_id)
+        del self.unfenced[op_id]
 
     def take_results(self) -> list[OperationResult]:
         """Return the results since the last call, in the order of the ends."""
@@ -195,8 +198,10 @@ class InFlightTable:
 
     def _close(self, entry: InFlightOperation, outcome: Outcome, *, fenced: bool) -> None:
         kind = entry.operation.kind
+        num_before = self.operations[kind, outcome]
+        copied_before = self.copied_bytes[kind]
         del self.open[entry.operation.id]
         if not fenced:
             self.unfenced[entry.operation.id] = entry
-        self.operations[kind, outcome] += 1
-        self.copied_bytes[kind] += entry.copied * self._bytes_per_block
+        self.operations[kind, outcome] = num_before + 1
+        self.copied_bytes[kind] = copied_before + entry.copied * self._bytes_per_block

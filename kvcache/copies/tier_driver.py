@@ -26,7 +26,7 @@ from ..storage.errors import StorageError
 from ..storage.interface import Storage
 from ..tiers.operations import Operation, OpKind
 from ..tokens import Int32Array, as_count
-from .background_writer import BackgroundWriter, StagedBlocks
+from .background_writer import BackgroundWriter, StagedBlocks, WriteReport
 from .block_arrays import BlockArrays
 from .block_copies import BlockCopies
 from .host_arrays import HostArrays
@@ -91,6 +91,7 @@ class TierDriver:
         self._copies: BlockCopies | None = None
         self._table = InFlightTable(host.bytes_per_block)
         self._storage = None if storage is None else StorageCopies(storage, host, self._table)
+        self._reports: list[WriteReport] = []  # of the writer, and not collected yet
         self._errors: Counter[str] = Counter()
         self._dropped_blocks = self._bytes_in_flight = 0
 
@@ -147,9 +148,7 @@ class TierDriver:
                 raise
             self._errors[type(error).__name__] += 1
             entry.outcome = Outcome.FAILED
-            if entry.operation.kind is OpKind.DEVICE_TO_HOST:  # what is left is never submitted
-                num_blocks = sum(piece.size for piece in entry.staged)
-                self._bytes_in_flight -= num_blocks * self._host.bytes_per_block
+            self._drop_staged(entry)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark keys as used in storage; the last key is the warmest. There is no result.
@@ -288,21 +287,28 @@ class TierDriver:
             self._storage.collect()
 
     def _collect_writes(self) -> None:
-        for report in self._writer.reports():
-            entry = self._table.get(report.op_id)
-            entry.writes -= 1
-            self._bytes_in_flight -= report.num_bytes
-            if report.error:
-                self._errors[report.error] += 1
-            if report.op_id in self._table.unfenced:
-                if entry.writes == 0:
-                    self._table.fence(entry)
-                continue
+        self._reports += self._writer.reports()
+        while self._reports:  # an error loses none, and counts no bytes twice
+            self._collect_write(self._reports[0])
+            del self._reports[0]
+
+    def _collect_write(self, report: WriteReport) -> None:
+        entry = self._table.get(report.op_id)
+        if report.error:
+            self._errors[report.error] += 1
+        if report.op_id in self._table.unfenced:
+            if entry.writes == 1:
+                self._table.fence(entry)
+        else:
             if report.error:
                 entry.outcome = Outcome.FAILED
-            else:
+            elif not entry.ok[report.blocks.start]:
                 entry.mark(report.blocks)
-            self._end_if_done(entry)
+            if entry.writes == 1 and entry.storage_id is None:
+                self._drop_staged(entry)  # of a dispatch that was interrupted
+                self._table.end(entry, entry.outcome or Outcome.DONE, fenced=True)
+        entry.writes -= 1  # last: the report is taken again after an error
+        self._bytes_in_flight -= report.num_bytes
 
     def _expire(self) -> None:
         now = self._clock()
@@ -314,6 +320,13 @@ class TierDriver:
         if entry.writes == 0 and entry.storage_id is None:
             self._table.end(entry, entry.outcome or Outcome.DONE, fenced=True)
 
+    def _drop_staged(self, entry: InFlightOperation) -> None:
+        """Drop the blocks of an operation that are staged and will not be submitted."""
+        if entry.operation.kind is OpKind.DEVICE_TO_HOST:
+            num_blocks = sum([piece.size for piece in entry.staged])
+            self._bytes_in_flight -= num_blocks * self._host.bytes_per_block
+        entry.staged = []
+
     def _withdraw(self, entry: InFlightOperation) -> bool:
         """Cancel an operation in storage, or its unstarted writes; return whether it is fenced."""
         if entry.storage_id is not None and self._storage is not None:
@@ -322,6 +335,7 @@ class TierDriver:
         for write in self._writer.withdraw(entry.operation.id):
             entry.writes -= 1
             self._bytes_in_flight -= write.num_bytes
+        self._drop_staged(entry)
         return entry.writes == 0
 
 

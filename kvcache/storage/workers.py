@@ -13,10 +13,12 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from threading import Condition, Lock, Thread
 from typing import Final
 
+from ..cleanup import give_back
 from ..tokens import as_count
 from .checksummed import ChecksummedBackend
 from .errors import PayloadError, StorageClosedError
@@ -92,6 +94,7 @@ class StorageWorkers:
 
         Raises:
             CountError: if num_threads or max_bytes_in_flight is less than 1.
+            RuntimeError: if there can be no more threads; the backend is closed then.
         """
         as_count("num_threads", num_threads, minimum=1)
         as_count("max_bytes_in_flight", max_bytes_in_flight, minimum=1)
@@ -112,9 +115,14 @@ class StorageWorkers:
         ]
         # Python unwinds the stack of a daemon thread that needs the GIL after the interpreter's
         # end. In a backend in C++ or Rust, that aborts the process.
-        atexit.register(self.close)
-        for thread in self._threads:
-            thread.start()
+        try:
+            atexit.register(self.close)
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self._threads = [each for each in self._threads if each.is_alive()]
+            give_back(self.close if self._threads else self._end)
+            raise
 
     # -- Storage
 
@@ -126,7 +134,11 @@ class StorageWorkers:
         """See Storage."""
         operation = self._submit(Kind.LOOKUP, keys, (), timeout_s, 0, quiet=True)
         with self._lock:
-            self._reported.wait_for(lambda: self._table.ended(operation), timeout_s)
+            try:
+                self._reported.wait_for(lambda: self._table.ended(operation), timeout_s)
+            except BaseException:
+                give_back(partial(self._table.claim, operation))
+                raise
             return self._table.claim(operation).prefix
 
     def load(
@@ -232,9 +244,7 @@ class StorageWorkers:
         if any(thread.is_alive() for thread in self._threads):
             return False
         if self._threads:
-            self._threads = []
-            atexit.unregister(self.close)
-            self._backend.close()
+            self._end()
         return True
 
     def check(self) -> None:
@@ -243,6 +253,11 @@ class StorageWorkers:
             self._table.check()
 
     # -- internals
+
+    def _end(self) -> None:
+        """Close the backend; no thread is in it."""
+        self._threads = []
+        give_back(partial(atexit.unregister, self.close), self._backend.close)
 
     def _submit(
         self,

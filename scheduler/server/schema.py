@@ -332,8 +332,10 @@ def parse(body: bytes, kind: type[T]) -> T:
         found = re.search(r"(?: - at `\$\.(\w+)|field `(\w+)`)", text)
         param = found and (found[1] or found[2])
         raise ApiError(400, text, param=param) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
+    except RecursionError:  # its text differs by Python's version
+        raise ApiError(400, "the body is not JSON: nested too deeply") from None
     finally:
         if is_collecting:
             gc.enable()

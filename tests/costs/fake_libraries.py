@@ -180,6 +180,7 @@ class NixlPeer:
 
     Attributes:
         lists, reads: those that are not released.
+        is_registered: whether its memory is.
         remotes: agents that it knows, by name.
     """
 
@@ -190,16 +191,19 @@ class NixlPeer:
         self.remotes: dict[str, NixlPeer] = {name: self}
         self.lists: dict[int, Any] = {}
         self.reads: list[Read] = []
+        self.is_registered = False
         nixl.agents.append(self)
 
     def create_backend(self, name: str, options: object) -> None:
         """Do nothing."""
 
     def register_memory(self, memory: object, kind: str) -> object:
+        self.is_registered = True
         return memory
 
     def deregister_memory(self, registered: object) -> None:
         assert not any(read.state == "PROC" for read in self.reads), "a read may still write"
+        self.is_registered = False
 
     def get_agent_metadata(self) -> bytes:
         return self._metadata

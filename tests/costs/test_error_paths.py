@@ -19,7 +19,14 @@ from radixkv.kvcache.storage.files import backend as files_backend
 from radixkv.kvcache.storage.files import lru_index, system_calls
 from radixkv.kvcache.storage.files.backend import FileBackend
 
-from .injection import ALL_ERRORS, ERRORS, injections, open_descriptors
+from .injection import (
+    ALL_ERRORS,
+    ERRORS,
+    PAIRS_OF_THREADS,
+    injections,
+    open_descriptors,
+    second_injections,
+)
 from .planting import Bug, bug, planted, planted_source
 from .unthreaded import Unthreaded
 
@@ -236,7 +243,7 @@ def inject_into_files(
                 injector.call(partial(call, backend))
             check_file_backend(backend)
         except (AssertionError, BackendIOError) as error:
-            raise AssertionError(f"{injector.error.__name__} in {injector.raised_in}") from error
+            raise AssertionError(str(injector)) from error
         finally:
             with suppress(OSError):
                 backend.close()
@@ -339,8 +346,14 @@ def check_storage(storage: Unthreaded) -> None:
     assert set(done.statuses) <= {Status.STORED, Status.EXISTS}
 
 
-def inject_into_storage(submit: Callable[[Unthreaded], Any], *then: str) -> None:
-    for injector in injections(workers, operation_table, checksummed):
+def inject_into_storage(
+    submit: Callable[[Unthreaded], Any], *then: str, after: Sequence[str] = ()
+) -> None:
+    modules = workers, operation_table, checksummed
+    injectors = injections(*modules)
+    if after:
+        injectors = second_injections(*modules, after=after, pairs=PAIRS_OF_THREADS)
+    for injector in injectors:
         storage = Unthreaded()
         operation = submit(storage) if then else None
         with quiet():
@@ -355,14 +368,18 @@ def inject_into_storage(submit: Callable[[Unthreaded], Any], *then: str) -> None
                     injector.call(partial(submit, storage))
                 check_storage(storage)
             except AssertionError as error:
-                raise AssertionError(
-                    f"{injector.error.__name__} in {injector.raised_in}"
-                ) from error
+                raise AssertionError(str(injector)) from error
 
 
 @pytest.mark.parametrize("name", STORAGE_CALLS)
 def test_an_operation_that_is_not_submitted_holds_nothing(name: str) -> None:
     inject_into_storage(STORAGE_CALLS[name])
+
+
+@pytest.mark.parametrize("name", STORAGE_CALLS)
+def test_an_operation_ends_if_cleaning_raises(name: str) -> None:
+    after = ("report", "_end", "notify_all", "delete")
+    inject_into_storage(STORAGE_CALLS[name], "work", after=after)
 
 
 @pytest.mark.parametrize("then", FOLLOWING)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -31,9 +32,10 @@ from radixkv.kvcache.storage.redis import packer
 
 from ..kvcache.storage.redis_calls import connected
 from ..kvcache.storage.redis_server import RedisServer, running
-from .injection import ALL_ERRORS, injections, open_files
+from .injection import ALL_ERRORS, injections, open_files, second_injections
 from .planting import Bug, bug, planted, planted_source
 
+OF_CLIENTS = ("kill", "wait", "close", "_close", "_close_files", "_take_back")
 KEYS = [bytes([number]) * 32 for number in range(6)]
 VALUES = [bytes([number]) * 100 for number in range(6)]
 
@@ -60,7 +62,7 @@ def put(backend: Backend, number: int) -> None:
 REDIS_BUG = bug(
     "a connection is used again although its answer was not read",
     REDIS,
-    ("                self._client.connection_pool.disconnect(inuse_connections=False)\n", ""),
+    ("                give_back(partial(pool.disconnect, inuse_connections=False))\n", ""),
 )
 OBJECT_BUGS = (
     bug(
@@ -90,10 +92,50 @@ MOONCAKE_BUGS = {
     True: bug(
         "the memory of a client that does not start stays open",
         PROCESS,
-        ("in (self._file, self._life):", "in (self._life,):"),
+        ("partial(_close, self._file), ", ""),
     ),
 }
-ALL_BUGS: list[Bug] = [REDIS_BUG, *OBJECT_BUGS, *MOONCAKE_BUGS.values()]
+CLEANING_BUGS = {
+    "redis": bug(
+        "the error of a disconnection replaces the first one",
+        REDIS,
+        ("give_back(partial(pool.disconnect, inuse_connections=False))",
+         "pool.disconnect(inuse_connections=False)"),
+    ),
+    "objects": bug(
+        "nobody waits for requests that cannot be cancelled",
+        OBJECTS,
+        ("    give_back(*[each.cancel for each in asked], partial(wait, asked))\n",
+         "    for each in asked:\n        each.cancel()\n    wait(asked)\n"),
+    ),
+    "mooncake": bug(
+        "the error of a client's end replaces the first one",
+        MOONCAKE,
+        ("answer to this one\n                give_back(client.kill)\n",
+         "answer to this one\n                client.kill()\n"),
+    ),
+    "mooncake, starts": bug(
+        "a client whose start is not finished runs on",
+        PROCESS,
+        ("            give_back(self.kill if self.alive else self._close_files)\n",
+         "            give_back(self._close_files)\n"),
+    ),
+    "mooncake, closes": bug(
+        "a file of a client stays open if another one cannot be closed",
+        PROCESS,
+        ("give_back(self._process.kill, self._process.wait, self._close_files)",
+         "self._process.kill(), self._process.wait(), self._close_files()"),
+    ),
+    "mooncake, closes all": bug(
+        "the next client lives if one cannot be killed",
+        MOONCAKE,
+        ("        give_back(*[client.kill for client in idle])\n",
+         "        for client in idle:\n            client.kill()\n"),
+    ),
+}  # fmt: skip
+ALL_BUGS: list[Bug] = [
+    REDIS_BUG, *OBJECT_BUGS, *MOONCAKE_BUGS.values(), *CLEANING_BUGS.values()
+]  # fmt: skip
 
 CALLS: dict[str, Callable[[Any], Any]] = {
     "put": lambda backend: put(backend, 4),
@@ -136,27 +178,28 @@ def inject(
     check: Callable[[], None],
     prepare: Callable[[], None] = lambda: None,
     cleaning: Sequence[str] = (),
+    after: Sequence[str] = (),
 ) -> None:
-    """Call a backend again and again, and check it after each error."""
+    """Call a backend again and again, and check it after each error.
 
-    def operation() -> None:
-        with suppress(BackendError):
-            call(backend)
-
-    for injector in injections(
-        *modules,
-        remote,
-        errors=ALL_ERRORS,
-        cleaning=cleaning,
-        once_per_place=not isinstance(backend, ObjectStorageBackend),
-    ):
+    With ``after``, calls that clean up raise, alone and after another error.
+    """
+    modules = (*modules, remote)
+    once = not isinstance(backend, ObjectStorageBackend)
+    injectors = injections(
+        *modules, errors=ALL_ERRORS, cleaning=cleaning, once_per_place=once or bool(after),
+        after=after,
+    )  # fmt: skip
+    if after:
+        injectors = chain(injectors, second_injections(*modules, after=after, cleaning=cleaning))
+    for injector in injectors:
         try:
             prepare()
-            injector.call(operation)
+            injector.call(partial(call, backend), typed=(BackendError,))
             check()
             check_values(backend)
         except (AssertionError, BackendError, TimeoutError) as error:
-            raise AssertionError(f"{injector.error.__name__} in {injector.raised_in}") from error
+            raise AssertionError(str(injector)) from error
 
 
 # Redis
@@ -168,7 +211,7 @@ def server() -> Iterator[RedisServer]:
         yield server
 
 
-def inject_into_redis(server: RedisServer, name: str) -> None:
+def inject_into_redis(server: RedisServer, name: str, *after: str) -> None:
     with connected(server, ttl_s=None if name == "touch" else 1000) as backend:
         fill(backend)
         pool, num_files = backend._client.connection_pool, open_files()
@@ -177,12 +220,18 @@ def inject_into_redis(server: RedisServer, name: str) -> None:
             assert not pool._in_use_connections, "a connection is not given back"
             assert open_files() <= num_files, "a socket stays open"
 
-        inject(backend, (redis_backend, packer), {**CALLS, **LISTS}[name], check)
+        calls = {**CALLS, **LISTS}
+        inject(backend, (redis_backend, packer), calls[name], check, after=after)
 
 
 @pytest.mark.parametrize("name", [*CALLS, *LISTS])
 def test_the_redis_backend_gives_back(server: RedisServer, name: str) -> None:
     inject_into_redis(server, name)
+
+
+@pytest.mark.parametrize("name", ["get", "list_values"])
+def test_the_redis_backend_gives_back_if_cleaning_raises(server: RedisServer, name: str) -> None:
+    inject_into_redis(server, name, "disconnect")
 
 
 def interrupt_before_the_answer(server: RedisServer) -> None:
@@ -252,7 +301,7 @@ class Task(Future[Any]):
         return super().cancel() and not self.set_running_or_notify_cancel()
 
 
-def inject_into_objects(name: str) -> None:
+def inject_into_objects(name: str, *after: str) -> None:
     with closing(ObjectStorageBackend(memory_store(), prefix="here")) as backend:
         fill(backend)
         backend._heads.shutdown()
@@ -264,12 +313,23 @@ def inject_into_objects(name: str) -> None:
             executor.tasks.clear()
 
         calls = {**CALLS, **LISTS}
-        inject(backend, (object_backend,), calls[name], check, cleaning=["cancel", "wait"])
+        inject(
+            backend,
+            (object_backend,),
+            calls[name],
+            check,
+            cleaning=["cancel", "wait", "_cancel_all"],
+            after=after,
+        )
 
 
 @pytest.mark.parametrize("name", [*CALLS, *LISTS])
 def test_the_object_storage_backend_gives_back(name: str) -> None:
     inject_into_objects(name)
+
+
+def test_object_storage_gives_back_if_cleaning_raises() -> None:
+    inject_into_objects("contains", "cancel", "wait")
 
 
 @pytest.mark.parametrize("bug", OBJECT_BUGS, ids=str)
@@ -349,7 +409,9 @@ def mooncake() -> Iterator[MooncakeBackend]:
         yield backend
 
 
-def inject_into_mooncake(backend: MooncakeBackend, name: str, *, is_started: bool = False) -> None:
+def inject_into_mooncake(
+    backend: MooncakeBackend, name: str, *after: str, is_started: bool = False
+) -> None:
     fill(backend)
     gc.collect()  # garbage of other tests may have files
     num_files = open_files()
@@ -367,8 +429,8 @@ def inject_into_mooncake(backend: MooncakeBackend, name: str, *, is_started: boo
         assert open_files() == num_files, "a file of a client stays open"
 
     modules = (mooncake_backend, client_process)
-    cleaning = ["kill", "_take_back", "__enter__"]  # the last one of a socket: it does nothing
-    inject(backend, modules, CALLS[name], check, restart, cleaning)
+    cleaning = [*OF_CLIENTS, "__enter__"]  # the last one of a socket: it does nothing
+    inject(backend, modules, CALLS[name], check, restart, cleaning, after)
 
 
 @pytest.mark.parametrize("is_started", [False, True], ids=["idle", "started"])
@@ -377,6 +439,45 @@ def test_the_mooncake_backend_gives_back(
     mooncake: MooncakeBackend, name: str, is_started: bool
 ) -> None:
     inject_into_mooncake(mooncake, name, is_started=is_started)
+
+
+@pytest.mark.parametrize("is_started", [False, True], ids=["idle", "started"])
+def test_the_mooncake_backend_gives_back_if_cleaning_raises(
+    mooncake: MooncakeBackend, is_started: bool
+) -> None:
+    inject_into_mooncake(mooncake, "get", *OF_CLIENTS, is_started=is_started)
+
+
+def test_closing_a_mooncake_backend_ends_all_clients(mooncake: MooncakeBackend) -> None:
+    close_clients(mooncake)
+
+
+def close_clients(mooncake: MooncakeBackend) -> None:
+    num_files = open_files()
+    for injector in injections(client_process, mooncake_backend, after=OF_CLIENTS):
+        clients = [mooncake._start("testing") for _ in range(2)]
+        mooncake._idle += clients
+        injector.call(mooncake.close)
+        assert not any(client.alive for client in clients), f"a client lives: {injector}"
+        assert open_files() == num_files, f"a file of a client stays open: {injector}"
+
+
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+@pytest.mark.parametrize("name", CLEANING_BUGS)
+def test_what_is_left_if_cleaning_raises_is_found(
+    server: RedisServer, mooncake: MooncakeBackend, name: str
+) -> None:
+    with planted(CLEANING_BUGS[name]), pytest.raises((AssertionError, KeyError)):
+        if name == "redis":
+            inject_into_redis(server, "get", "disconnect")
+        elif name == "objects":
+            inject_into_objects("contains", "cancel", "wait")
+        elif "closes" in name:
+            close_clients(mooncake)
+        else:
+            is_started = "starts" in name
+            inject_into_mooncake(mooncake, "get", *OF_CLIENTS, is_started=is_started)
+    gc.collect()  # a client that runs on
 
 
 @pytest.mark.parametrize("is_started", MOONCAKE_BUGS)

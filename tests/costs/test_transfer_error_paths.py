@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -44,7 +44,7 @@ from radixkv.scheduler.nodes.transport.transfer_engine import TransferEngine, se
 from radixkv.scheduler.nodes.transport.transfer_table import OfferEntry, PullEntry, TransferTable
 
 from .fake_libraries import JaxNetwork, Nixl, NixlPeer, jax_engines, nixl_engines
-from .injection import OF_THREADS, Injector, injections
+from .injection import OF_THREADS, PAIRS_OF_THREADS, Injector, injections, second_injections
 from .planting import Bug, bug, planted, planted_source
 from .transfer_subjects import ARRAYS, KEY, LAYOUT, STAGING_BYTES
 
@@ -122,6 +122,18 @@ class Side:
         assert faults == ({} if served else {part(n): fault for n, fault in FAULTS.items()})
 
 
+def injectors(
+    *modules: ModuleType, errors: Sequence[type[BaseException]], after: Sequence[str]
+) -> Iterator[Injector]:
+    """Yield injectors of one error; with ``after``, of two, and of one when cleaning up."""
+    if not after:
+        yield from injections(*modules, errors=errors, cleaning=CLEANING)
+        return
+    yield from injections(*modules, errors=errors, after=after)
+    pairs = PAIRS_OF_THREADS[:1]
+    yield from second_injections(*modules, after=after, pairs=pairs, cleaning=CLEANING)
+
+
 @contextmanager
 def no_clock() -> Iterator[None]:
     ticks = count()
@@ -157,15 +169,16 @@ def check_jax(engine: JaxEngine, network: JaxNetwork) -> None:
     assert not any(each.offers for each in network.servers.values()), "an offer is never freed"
 
 
-def inject_into_jax(serves: bool, *, is_stuck: bool = False) -> None:
+def inject_into_jax(serves: bool, *after: str, is_stuck: bool = False) -> None:
     modules, errors = (jax_engine, transfer_table), ONE if serves else OF_THREADS
-    for injector in injections(*modules, errors=errors, cleaning=CLEANING):
+    for injector in injectors(*modules, errors=errors, after=after):
         with no_clock(), jax_engines(1 if serves else 3) as (network, (engine, *peers)):
             side = Side(engine)
             infos = [] if serves else infos_of(peers[0], route_of_nothing(peers[1]))
             network.is_stuck = is_stuck
             with suppress(TransportUnavailableError):  # of a server in place of one that is stuck
-                injector.call(side.serve if serves else partial(side.read, infos))
+                call = side.serve if serves else partial(side.read, infos)
+                injector.call(call, may_handle=True)  # an error of a peer is an event
             try:
                 if side.has_ended:
                     side.check(injector)
@@ -175,9 +188,7 @@ def inject_into_jax(serves: bool, *, is_stuck: bool = False) -> None:
                 side.table.close()
                 assert serves or not network.num_busy, "a pull goes on after the end"
             except AssertionError as error:
-                raise AssertionError(
-                    f"{injector.error.__name__} in {injector.raised_in}"
-                ) from error
+                raise AssertionError(str(injector)) from error
 
 
 def route_of_nothing(engine: JaxEngine) -> bytes:
@@ -200,9 +211,9 @@ def check_nixl(engine: NixlEngine) -> None:
     assert set(library.remotes) == known, "a peer is not forgotten"
 
 
-def inject_into_nixl(serves: bool, *, is_slow: bool = False) -> None:
+def inject_into_nixl(serves: bool, *after: str, is_slow: bool = False) -> None:
     modules, errors = (nixl_engine, nixl_agent, staging), OF_THREADS if is_slow else ONE
-    for injector in injections(*modules, transfer_table, errors=errors, cleaning=CLEANING):
+    for injector in injectors(*modules, transfer_table, errors=errors, after=after):
         with (
             no_clock(),
             patch.object(nixl_engine, "_READ_BYTES", 1),  # a read per array
@@ -213,7 +224,8 @@ def inject_into_nixl(serves: bool, *, is_slow: bool = False) -> None:
             infos = nixl_infos(nixl, engine, peer, other)
             nixl.is_slow = is_slow
             side = Side(engine)
-            injector.call(side.serve if serves else partial(side.read, infos))
+            call = side.serve if serves else partial(side.read, infos)
+            injector.call(call, may_handle=True)
             try:
                 if side.has_ended:
                     side.check(injector)
@@ -221,9 +233,7 @@ def inject_into_nixl(serves: bool, *, is_slow: bool = False) -> None:
                     check_nixl(engine)
                 side.table.close()  # deregisters no memory that is written
             except AssertionError as error:
-                raise AssertionError(
-                    f"{injector.error.__name__} in {injector.raised_in}"
-                ) from error
+                raise AssertionError(str(injector)) from error
 
 
 def nixl_infos(
@@ -294,6 +304,10 @@ class Streams:
             del self.files[9]
 
 
+OF_JAX: Final = ("abandon", "_abandon", "free", "_poison_connection", "reuse", "_on_abandon")
+OF_NIXL: Final = (
+    "abandon", "free", "release", "release_prepared", "notify", "leave", "_remove", "withdraw",
+)  # fmt: skip
 CASES: Final[dict[str, Callable[[], None]]] = {
     "jax, offers": lambda: inject_into_jax(serves=True),
     "jax, lost offers": lambda: inject_into_jax(serves=True, is_stuck=True),
@@ -302,6 +316,11 @@ CASES: Final[dict[str, Callable[[], None]]] = {
     "nixl, pulls": lambda: inject_into_nixl(serves=False),
     "nixl, slow pulls": lambda: inject_into_nixl(serves=False, is_slow=True),
     "nixl, the agent": inject_into_agent,
+    "jax, offers, cleaning raises": lambda: inject_into_jax(True, *OF_JAX),
+    "jax, lost offers, cleaning raises": lambda: inject_into_jax(True, *OF_JAX, is_stuck=True),
+    "jax, pulls, cleaning raises": lambda: inject_into_jax(False, *OF_JAX),
+    "nixl, offers, cleaning raises": lambda: inject_into_nixl(True, *OF_NIXL),
+    "nixl, pulls, cleaning raises": lambda: inject_into_nixl(False, *OF_NIXL),
 }
 
 
@@ -357,9 +376,7 @@ BUGS: Final[dict[str, tuple[Bug, ...]]] = {
         bug(
             "a pull that is not made goes on",
             JAX,
-            ("        except BaseException:\n            connection._poison_connection()\n"
-             "            raise\n",
-             "        except BaseException:\n            raise\n"),
+            ("            give_back(connection._poison_connection)\n", ""),
         ),
         bug(
             "a pull is abandoned by half",
@@ -381,7 +398,8 @@ BUGS: Final[dict[str, tuple[Bug, ...]]] = {
             "an offer that is not made keeps its slot",
             NIXL,
             ("            offer = NixlOffer(self, slot, confirmation)\n"
-             "        except BaseException:\n            self._pool.free(slot)\n",
+             "        except BaseException:\n"
+             "            give_back(partial(self._pool.free, slot))\n",
              "            offer = NixlOffer(self, slot, confirmation)\n"
              "        except BaseException:\n"),
         ),
@@ -397,7 +415,7 @@ BUGS: Final[dict[str, tuple[Bug, ...]]] = {
             "a pull that is not made keeps its slot",
             NIXL,
             ("descriptor.arrays, digest_key)\n        except BaseException:\n"
-             "            self._pool.free(slot)\n",
+             "            give_back(partial(self._pool.free, slot))\n",
              "descriptor.arrays, digest_key)\n        except BaseException:\n"),
         ),
         bug(
@@ -410,7 +428,7 @@ BUGS: Final[dict[str, tuple[Bug, ...]]] = {
         bug(
             "a list of reads is kept if the other one fails",
             AGENT,
-            ("            self.release_prepared(made)\n", ""),
+            ("            give_back(partial(self.release_prepared, made))\n", ""),
         ),
         bug(
             "a peer is added before its name is known",

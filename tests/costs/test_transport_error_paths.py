@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from radixkv.scheduler.handoff.messages import AttemptKey, PartId
-from radixkv.scheduler.nodes.transport import TransportError, threaded
+from radixkv.scheduler.nodes.transport import TransportError, threaded, transfer_table
 from radixkv.scheduler.nodes.transport.base import (
     Event,
     Fault,
@@ -35,7 +36,13 @@ from radixkv.scheduler.nodes.transport.descriptors import (
 )
 from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
 
-from .injection import ALL_ERRORS, OF_THREADS, injections
+from .injection import (
+    ALL_ERRORS,
+    OF_THREADS,
+    PAIRS_OF_THREADS,
+    injections,
+    second_injections,
+)
 from .node_subjects import LoopEngine, LoopPull
 from .planting import Bug, bug, planted, planted_source
 
@@ -233,17 +240,22 @@ THREAD_BUGS = (
          "        except Exception as error:\n            del error\n"),
     ),
     bug(
+        "the last error of a thread is reported, not the first",
+        MODULE,
+        ("self._crash = self._crash or error", "self._crash = error"),
+    ),
+    bug(
         "a thread that fails leaves its engine open",
         MODULE,
-        ("            self._crash = error\n        self._table.close()\n",
-         "            self._crash = error\n        else:\n            self._table.close()\n"),
+        ("            self._crash = error\n        try:\n            self._table.close()\n",
+         "            self._crash = error\n            return\n"
+         "        try:\n            self._table.close()\n"),
     ),
     bug(
         "pulls in flight are left as they are",
         "scheduler.nodes.transport.transfer_table",
-        ("            if pull.running is not None:\n                pull.running.abandon()\n"
-         "        self.engine.close()\n",
-         "            pass\n        self.engine.close()\n"),
+        ("give_back(*[pull.abandon for pull in running], self.engine.close)",
+         "give_back(self.engine.close)"),
     ),
     bug(
         "the lock of the thread is taken without with",
@@ -305,7 +317,13 @@ def offered_info(engine: Turns, number: int, arrays: Sequence[Any]) -> PullInfo:
 
 
 def inject_into_thread() -> None:
-    for injector in injections(threaded, errors=OF_THREADS, cleaning=["close"]):
+    closing = ["close", "abandon"]
+    for injector in chain(
+        injections(threaded, errors=OF_THREADS, cleaning=["close"]),
+        second_injections(
+            threaded, transfer_table, after=closing, pairs=PAIRS_OF_THREADS, cleaning=["step"]
+        ),
+    ):
         engine = Turns()
         with patch.object(Thread, "start"):
             transport = engine.transport = ThreadedTransport(engine)
@@ -365,13 +383,14 @@ START_BUGS = (
     bug(
         "an engine without a thread stays open",
         MODULE,
-        ("            engine.close()\n            raise\n", "            raise\n"),
+        ("give_back(partial(atexit.unregister, self.close), engine.close)",
+         "give_back(partial(atexit.unregister, self.close))"),
     ),
     bug(
         "a transport without a thread is closed at the end",
         MODULE,
-        ("            atexit.unregister(self.close)\n            engine.close()\n",
-         "            engine.close()\n"),
+        ("give_back(partial(atexit.unregister, self.close), engine.close)",
+         "give_back(engine.close)"),
     ),
 )  # fmt: skip
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
+from itertools import chain
 from threading import Thread
-from typing import Any, cast
-from unittest.mock import patch
+from types import ModuleType
+from typing import Any, ClassVar, cast
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -14,9 +17,17 @@ from radixkv.kvcache.copies import background_writer
 from radixkv.kvcache.copies.background_writer import BackgroundWriter, StagedBlocks, WriteReport
 from radixkv.kvcache.copies.host_arrays import HostArrays
 from radixkv.kvcache.ids import OpId
+from radixkv.kvcache.storage import StorageWorkers, operation_table, workers
 
-from .injection import ALL_ERRORS, OF_THREADS, injections
+from .injection import (
+    ALL_ERRORS,
+    OF_THREADS,
+    PAIRS_OF_THREADS,
+    injections,
+    second_injections,
+)
 from .planting import Bug, bug, planted, planted_source
+from .unthreaded import Unthreaded as UnthreadedStorage
 
 MODULE = "kvcache.copies.background_writer"
 CALLER_BUG = bug(
@@ -36,11 +47,24 @@ THREAD_BUGS = (
         "a report that fails is lost",
         MODULE,
         (
-            "            except Exception as failure:\n",
-            "            except TypeError as failure:\n",
+            "                except Exception as failure:\n",
+            "                except TypeError as failure:\n",
         ),
     ),
+    bug(
+        "a report is tried once",
+        MODULE,
+        ("            while not is_reported:  # else", "            for _ in range(1):  # else"),
+    ),
 )
+
+
+CLOSE_BUG = bug(
+    "a backend stays open if the end of the program cannot forget it",
+    "kvcache.storage.workers",
+    ("        give_back(partial(atexit.unregister, self.close), self._backend.close)\n",
+     "        atexit.unregister(self.close)\n        self._backend.close()\n"),
+)  # fmt: skip
 
 
 class Host:
@@ -106,7 +130,10 @@ def inject_into_caller() -> None:
 
 
 def inject_into_thread() -> None:
-    for injector in injections(background_writer, errors=OF_THREADS):
+    for injector in chain(
+        injections(background_writer, errors=OF_THREADS),
+        second_injections(background_writer, after=["notify_all"], pairs=PAIRS_OF_THREADS),
+    ):
         writer, numbers = Unthreaded(), [1, 2]
         for number in numbers:
             writer.submit(staged(number))
@@ -124,6 +151,80 @@ def test_a_thread_reports_each_write() -> None:
     inject_into_thread()
 
 
+class Startable:
+    """Stands for a thread, of which only some can be started.
+
+    Attributes:
+        room: how many can be started.
+        started: those that have been started and not joined.
+    """
+
+    room = 1
+    started: ClassVar[list[Startable]] = []
+
+    def __init__(self, **options: object) -> None:
+        del options
+
+    def start(self) -> None:
+        if len(self.started) == self.room:
+            raise RuntimeError("can't start new thread")
+        self.started.append(self)
+
+    def is_alive(self) -> bool:
+        return self in self.started
+
+    def join(self, timeout_s: float) -> None:
+        self.started.remove(self)
+
+
+def fail_to_start(module: ModuleType, room: int, make: Callable[[], object]) -> None:
+    with (
+        patch.object(module, "Thread", Startable),
+        patch.object(Startable, "room", room),
+        patch.object(atexit, "register") as register,
+        patch.object(atexit, "unregister") as unregister,
+        pytest.raises(RuntimeError, match=r"^can't start new thread$"),
+    ):
+        make()
+    assert not Startable.started, "a thread is not stopped"
+    assert unregister.call_args.args == register.call_args.args[:1], "it is closed at the end"
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_a_writer_that_lacks_a_thread_stops_the_others(room: int) -> None:
+    host = cast(HostArrays, Host())
+    fail_to_start(background_writer, room, lambda: BackgroundWriter(host, 2))
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_storage_that_lacks_a_thread_stops_the_others_and_its_backend(room: int) -> None:
+    backend = Mock()
+    fail_to_start(workers, room, lambda: StorageWorkers(backend, max_bytes_in_flight=1))
+    assert backend.close.call_count == 1
+
+
+def test_storage_closes_its_backend_once_whatever_is_raised() -> None:
+    close_storage()
+
+
+def test_a_backend_that_stays_open_is_found() -> None:
+    with planted(CLOSE_BUG), pytest.raises(AssertionError):
+        close_storage()
+
+
+def close_storage() -> None:
+    modules = workers, operation_table
+    after = ("unregister", "cancel_all", "notify_all", "join", "_end")
+    for injector in injections(*modules, errors=ALL_ERRORS, after=after):
+        storage = UnthreadedStorage()
+        backend = storage._backend = Mock()
+        storage._threads = [Mock(is_alive=lambda: False)]
+        injector.call(storage.close)
+        assert not storage._lock.locked(), f"the lock is held: {injector}"
+        assert storage.close()
+        assert backend.close.call_count == 1, f"the backend stays open: {injector}"
+
+
 def test_what_a_caller_does_by_half_is_found() -> None:
     with planted(CALLER_BUG), pytest.raises(AssertionError):
         inject_into_caller()
@@ -136,5 +237,5 @@ def test_what_a_thread_loses_is_found(bug: Bug) -> None:
 
 
 def test_every_bug_fits() -> None:
-    for each in (CALLER_BUG, *THREAD_BUGS):
+    for each in (CALLER_BUG, *THREAD_BUGS, CLOSE_BUG):
         planted_source(each)

@@ -778,7 +778,7 @@ def test_what_only_the_engine_can_refuse(llm):
         (b'{"model": "tiny",', "the body is not JSON: Input data was truncated"),
         (b"[1]", "Expected `object`, got `array`"),
         (b"nonsense", "the body is not JSON: JSON is malformed: invalid character (byte 4)"),
-        (b'{"metadata": ' + b'{"a": ' * 100_000, "the body is not JSON: maximum recursion depth"),
+        (b'{"metadata": ' + b'{"a": ' * 100_000, "the body is not JSON: nested too deeply"),
     ],
 )
 def test_bodies_that_are_not_json(llm, body, message):

@@ -184,7 +184,6 @@ def test_a_trace_that_a_foreign_manager_cannot_compute_with_is_told() -> None:
     finding = Finding("", "", {"num_blocks": 4, "block_size": 0, "max_running": 2}, [])
     with pytest.raises(TraceFileError) as caught:
         replay_file(CacheSubject(divide, "api"), TraceFile(finding))
-    assert str(caught.value) == (
-        "the configuration fits no world of a cache: "
-        "ZeroDivisionError('integer division or modulo by zero')"
-    )
+    with pytest.raises(ZeroDivisionError) as divided:  # its text differs by Python's version
+        divide(4, 0)
+    assert str(caught.value) == f"the configuration fits no world of a cache: {divided.value!r}"

@@ -19,10 +19,12 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from threading import Lock
 from typing import Final
 from urllib.parse import urlsplit
 
+from ...cleanup import give_back
 from ..errors import (
     BackendError,
     BackendRefusedError,
@@ -148,8 +150,7 @@ class MooncakeBackend:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-        for client in idle:
-            client.kill()
+        give_back(*[client.kill for client in idle])
 
     # -- internals
 
@@ -167,19 +168,19 @@ class MooncakeBackend:
                 self._connect(doing, client)
                 yield client
             except TimeoutError:
-                client.kill()
+                give_back(client.kill)
                 reason = f"no answer within {self._timeout_s:g} s"
                 raise BackendUnreachableError(doing, reason) from None
             except (OSError, EOFError):
-                client.kill()
+                give_back(client.kill)
                 raise BackendUnreachableError(doing, _NO_CONNECTION) from None
             except BackendError:
                 raise
             except BaseException:  # the next request would read the answer to this one
-                client.kill()
+                give_back(client.kill)
                 raise
             finally:
-                self._take_back(client)
+                give_back(partial(self._take_back, client))
 
     def _start(self, doing: str) -> ClientProcess:
         """Start a client process if the master's port is open; else it would hang for minutes."""

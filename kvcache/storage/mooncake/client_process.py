@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
+from ...cleanup import give_back
 from . import client_main
 
 _FIRST_BYTES: Final = 1 << 20
@@ -25,40 +27,36 @@ class ClientProcess:
         Raises:
             OSError: if the system is out of processes, memory or files.
         """
-        self.connected = False
+        self.connected = self.alive = False
         self._view = memoryview(b"")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._file = life = self._life = -1
         try:
-            self._file = os.memfd_create("radixkv-mooncake")
-            life, self._life = os.pipe()
-            files = (theirs.fileno(), self._file, life)
-            self._process = subprocess.Popen(
-                # -P: keep the program's folder out of sys.path.
-                [
-                    sys.executable,
-                    "-P",
-                    client_main.__file__,
-                    *map(str, files),
-                    local_host,
-                    master,
-                ],
-                pass_fds=files,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # Mooncake prints a lot
-                stderr=subprocess.DEVNULL,
-            )
+            try:
+                self._file = os.memfd_create("radixkv-mooncake")
+                life, self._life = os.pipe()
+                files = (theirs.fileno(), self._file, life)
+                self._process = subprocess.Popen(
+                    # -P: keep the program's folder out of sys.path.
+                    [
+                        sys.executable,
+                        "-P",
+                        client_main.__file__,
+                        *map(str, files),
+                        local_host,
+                        master,
+                    ],
+                    pass_fds=files,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,  # Mooncake prints a lot
+                    stderr=subprocess.DEVNULL,
+                )
+                self.alive = True
+            finally:
+                give_back(theirs.close, partial(_close, life))
         except BaseException:
-            self._control.close()
-            for file in (self._file, self._life):
-                if file >= 0:
-                    os.close(file)
+            give_back(self.kill if self.alive else self._close_files)
             raise
-        finally:
-            theirs.close()
-            if life >= 0:
-                os.close(life)
-        self.alive = True
 
     def wait_connected(self, timeout_s: float) -> None:
         """Wait until the process is connected to the master.
@@ -114,12 +112,11 @@ class ClientProcess:
         if not self.alive:
             return
         self.alive = False
-        self._process.kill()
-        self._process.wait()
-        self._control.close()
+        give_back(self._process.kill, self._process.wait, self._close_files)
+
+    def _close_files(self) -> None:
         self._view = memoryview(b"")  # whose mapping has a descriptor of its own
-        os.close(self._file)
-        os.close(self._life)
+        give_back(self._control.close, partial(_close, self._file), partial(_close, self._life))
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
         self._control.settimeout(timeout_s)
@@ -129,3 +126,9 @@ class ClientProcess:
             raise EOFError
         answer: dict[str, Any] = json.loads(message)
         return answer
+
+
+def _close(file: int) -> None:
+    """Close a file that may not have been opened."""
+    if file >= 0:
+        os.close(file)

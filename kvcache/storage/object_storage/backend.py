@@ -15,13 +15,15 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
+from ...cleanup import give_back
 from ..errors import (
     BackendError,
     BackendRefusedError,
@@ -88,9 +90,7 @@ class ObjectStorageBackend:
                     break
                 asked.extend(self._heads.submit(self._exists, path) for path in islice(paths, 1))
         finally:
-            for each in asked:
-                each.cancel()
-            wait(asked)  # no request outlives the call
+            _cancel_all(asked)  # no request outlives the call
         return found
 
     def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
@@ -253,6 +253,11 @@ def memory_store() -> ObjectStore:
     from obstore.store import MemoryStore
 
     return MemoryStore()
+
+
+def _cancel_all(asked: Collection[Future[bool]]) -> None:
+    """Cancel requests, and wait for those that have begun."""
+    give_back(*[each.cancel for each in asked], partial(wait, asked))
 
 
 def _milliseconds(time_s: float) -> str:

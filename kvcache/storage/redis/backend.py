@@ -15,8 +15,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
+from ...cleanup import give_back
 from ..errors import (
     BackendError,
     BackendRefusedError,
@@ -222,7 +224,8 @@ class RedisBackend:
             except BaseException:
                 # redis-py may have given back a connection whose answer is still to come, and the
                 # next command would read it. Other threads do not use idle connections.
-                self._client.connection_pool.disconnect(inuse_connections=False)
+                pool = self._client.connection_pool
+                give_back(partial(pool.disconnect, inuse_connections=False))
                 raise
 
     def _backend_error(self, doing: str, error: Exception) -> BackendError:

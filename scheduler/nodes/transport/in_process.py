@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
 
+from ....kvcache.cleanup import give_back
 from ...handoff.messages import AttemptKey, PartId
 from .base import (
     Event,
@@ -43,6 +45,8 @@ class InProcessTransport(Transport):
 
     JAX arrays are immutable, so they are passed as they are, computed or not. NumPy arrays are
     copied by `Transport.offer`. Nothing leaves the process, so there are no digests.
+
+    In each call, what may raise comes before the first change.
     """
 
     name = NAME
@@ -70,24 +74,25 @@ class InProcessTransport(Transport):
         self._check_open()
         check_offer(part_id, arrays, descriptor, part_id in self._expires_at)
         expires_at = time.monotonic() + ttl_s
-        self._expires_at[part_id] = expires_at
-        self._exchange.offers[part_id] = tuple(
+        served = tuple(
             [array.copy() if isinstance(array, np.ndarray) else array for array in arrays]
         )
-        info = PullInfo(part_id, descriptor, (), NAME, b"")
-        self._events.append(Offered(part_id, info))
+        self._events.append(Offered(part_id, PullInfo(part_id, descriptor, (), NAME, b"")))
+        self._expires_at[part_id] = expires_at
+        self._exchange.offers[part_id] = served
 
     def withdraw(self, key: AttemptKey, *, was_read: bool = False) -> None:
         """See `Transport.withdraw`."""
         self._check_open()
-        for part_id in [part_id for part_id in self._expires_at if part_id.key == key]:
-            self._forget(part_id)
-        self._events = [
+        events = [
             event
             for event in self._events
             if not (isinstance(event, Offered) and event.part_id.key == key)
         ]
-        self._events.append(Withdrawn(key))
+        events.append(Withdrawn(key))
+        for part_id in [part_id for part_id in self._expires_at if part_id.key == key]:
+            self._forget(part_id)
+        self._events = events
 
     def pull(
         self, part_id: PartId, info: PullInfo, expected: Descriptor, *, timeout_s: float
@@ -103,14 +108,17 @@ class InProcessTransport(Transport):
         elif arrays is None:
             self._fail(PullFailed(part_id, Fault.EXPIRED, "the part is not offered"))
         else:
-            self._pulled[part_id] = Received(part_id, arrays)
+            received = Received(part_id, arrays)
             self._events.append(part_id)
+            self._pulled[part_id] = received
 
     def cancel(self, part_id: PartId) -> None:
         """See `Transport.cancel`."""
-        if self._pulled.pop(part_id, None) is not None:
-            self._events.remove(part_id)
-            self._fail(PullFailed(part_id, Fault.CANCELLED, "cancelled"))
+        if part_id in self._pulled:
+            events = [each for each in self._events if each != part_id]
+            self._fail(PullFailed(part_id, Fault.CANCELLED, "cancelled"), events)
+            self._events = events
+            del self._pulled[part_id]
 
     def release(self, part_id: PartId) -> None:
         """See `Transport.release`."""
@@ -122,8 +130,15 @@ class InProcessTransport(Transport):
         for part_id in [each for each, end in self._expires_at.items() if end <= now]:
             self._forget(part_id)
             self._offers_expired += 1
-        events, self._events = self._events, []
-        return [self._take(event) if isinstance(event, PartId) else event for event in events]
+        events = [self._pulled[each] if isinstance(each, PartId) else each for each in self._events]
+        received = [each for each in events if isinstance(each, Received)]
+        self._bytes_received += sum([array.nbytes for each in received for array in each.arrays])
+        self._events = []
+        for each in received:
+            del self._pulled[each.part_id]
+            self._received |= {each.part_id}
+            self._parts_received += 1
+        return events
 
     def stats(self) -> TransportStats:
         """See `Transport.stats`."""
@@ -140,24 +155,17 @@ class InProcessTransport(Transport):
     def close(self) -> None:
         """See `Transport.close`."""
         self._is_closed = True
-        for part_id in list(self._expires_at):
-            self._forget(part_id)
+        give_back(*[partial(self._forget, part_id) for part_id in self._expires_at])
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise TransportClosedError("the transport is closed")
 
-    def _take(self, part_id: PartId) -> Received:
-        received = self._pulled.pop(part_id)
-        self._received.add(part_id)
-        self._parts_received += 1
-        self._bytes_received += sum(array.nbytes for array in received.arrays)
-        return received
-
-    def _fail(self, failed: PullFailed) -> None:
-        self._faults[failed.fault] += 1
-        self._events.append(failed)
+    def _fail(self, failed: PullFailed, events: list[Event | PartId] | None = None) -> None:
+        num_before = self._faults[failed.fault]
+        (self._events if events is None else events).append(failed)
+        self._faults[failed.fault] = num_before + 1
 
     def _forget(self, part_id: PartId) -> None:
+        self._exchange.offers.pop(part_id, None)  # first: nobody else would take it back
         del self._expires_at[part_id]
-        self._exchange.offers.pop(part_id, None)

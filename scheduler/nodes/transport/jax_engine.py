@@ -37,12 +37,14 @@ import secrets
 import struct
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ....kvcache.cleanup import give_back
 from .base import Fault
 from .descriptors import (
     ArraySpec,
@@ -265,13 +267,17 @@ class JaxEngine(TransferEngine):
 
         What still serves or reads is kept until the process ends: the server, and those of peers.
         """
-        self._forget_offers()
+        try:
+            give_back(self._forget_offers, self._keep_busy, self._readers.clear)
+        finally:
+            self._server = None
+
+    def _keep_busy(self) -> None:
+        """Keep what still serves or reads, unless it is known that nothing does."""
         busy = {each for each in self._readers.values() if each.num_running}
         busy |= {pull.reader for pull in self._quarantine if not pull.has_ended()}
-        for each in (*busy, self._server) if busy or self.num_open else ():
-            _keep_for_ever(each)
-        self._server = None
-        self._readers.clear()
+        kept = (*busy, self._server) if busy or self.num_open else ()
+        give_back(*[partial(_keep_for_ever, each) for each in kept])
 
 
 class JaxOffer(EngineOffer):
@@ -355,9 +361,8 @@ class JaxOffer(EngineOffer):
 
     def _abandon(self) -> None:
         """Abandon the node's own pulls that have not ended."""
-        for pull in (self._self_pull, self._probe):
-            if pull is not None:
-                pull.abandon()
+        pulls = [each for each in (self._self_pull, self._probe) if each is not None]
+        give_back(*[pull.abandon for pull in pulls])
         self._self_pull = self._probe = None
 
 
@@ -407,7 +412,7 @@ class JaxReader:
         try:
             pull = JaxPull(self, connection, arrays, on_abandon)
         except BaseException:
-            connection._poison_connection()
+            give_back(connection._poison_connection)
             raise
         self.num_running += 1
         return pull

@@ -11,11 +11,13 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ....kvcache.cleanup import give_back
 from .base import Fault
 from .errors import TransportUnavailableError
 from .staging import Segment, StagingPool
@@ -157,10 +159,10 @@ class NixlAgent:
         try:
             found = self.nixl.add_remote_agent(renamed)
         except Exception as error:
-            self._remove(name)
+            give_back(partial(self._remove, name))
             raise _pull_error(error) from error
         if found not in (name, encoded):
-            self._remove(found)
+            give_back(partial(self._remove, found))
             raise PullError(Fault.MISMATCH, "metadata of a NIXL agent with another name")
         return name
 
@@ -212,7 +214,7 @@ class NixlAgent:
             made += [nixl.prep_xfer_dlist(peer, nixl.get_xfer_descs(source, "DRAM"))]
             return PreparedReads(*made)
         except Exception as error:
-            self.release_prepared(made)
+            give_back(partial(self.release_prepared, made))
             raise self._lost(peer, error) from error
 
     def release_prepared(self, prepared: Sequence[Any]) -> None:
@@ -298,9 +300,8 @@ def _output_on_stderr() -> Iterator[Callable[[], str]]:
 
 def _restore(kept: dict[int, int]) -> None:
     """Give descriptors the files back of which there are copies."""
-    for each, copy in kept.items():
-        os.dup2(copy, each)
-        os.close(copy)
+    restore = [partial(os.dup2, copy, each) for each, copy in kept.items()]
+    give_back(*restore, *[partial(os.close, copy) for copy in kept.values()])
 
 
 def _new_name() -> str:

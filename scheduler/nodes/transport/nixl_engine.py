@@ -32,8 +32,10 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final
 
+from ....kvcache.cleanup import give_back
 from .base import Fault
 from .descriptors import ArraySpec, Descriptor, PayloadArray, digest_arrays
 from .nixl_agent import NUM_READERS, VERSION_BYTES, NixlAgent, PreparedReads
@@ -105,7 +107,7 @@ class NixlEngine(TransferEngine):
             )
             offer = NixlOffer(self, slot, confirmation)
         except BaseException:
-            self._pool.free(slot)
+            give_back(partial(self._pool.free, slot))
             raise
         if is_short:
             self._unconfirmed[confirmation] = offer
@@ -129,7 +131,7 @@ class NixlEngine(TransferEngine):
         try:
             return NixlPull(self, peer, remote, confirmation, slot, descriptor.arrays, digest_key)
         except BaseException:
-            self._pool.free(slot)
+            give_back(partial(self._pool.free, slot))
             raise
 
     def maintain(self) -> None:
@@ -149,8 +151,10 @@ class NixlEngine(TransferEngine):
 
     def close(self) -> None:
         """See `TransferEngine.close`."""
-        self.helper.shutdown(wait=False, cancel_futures=True)
-        self.maintain()
+        shutdown = partial(self.helper.shutdown, wait=False, cancel_futures=True)
+        give_back(shutdown, self.maintain, self._close_agent)
+
+    def _close_agent(self) -> None:
         if self._quarantine:
             _NEVER_FREED.append((self._agent, self._quarantine))
         else:
@@ -291,19 +295,20 @@ class NixlPull(EnginePull):
 
     def free(self) -> None:
         """See `EnginePull.free`."""
-        for handle in self._running.values():
-            self._agent.release(handle)
+        agent = self._agent
+        steps = [partial(agent.release, handle) for handle in self._running.values()]
         if self._prepared is not None:
-            self._agent.release_prepared(self._prepared)
+            steps += [partial(agent.release_prepared, self._prepared)]
         if self._num_arrived == len(self.arrays) and self._confirmation != _NO_CONFIRMATION:
-            self._agent.notify(self._peer, self._confirmation)
-        self._agent.leave(self._peer)
-        self._engine._pool.free(self.slot)
+            steps += [partial(agent.notify, self._peer, self._confirmation)]
+        steps += [partial(agent.leave, self._peer), partial(self._engine._pool.free, self.slot)]
+        give_back(*steps)
 
     def abandon(self) -> None:
         """See `EnginePull.abandon`."""
         self._waiting.clear()  # stops the helper
-        self._engine._quarantine.append(self)
+        if self not in self._engine._quarantine:  # `close` may abandon it again, after an error
+            self._engine._quarantine.append(self)
 
 
 def _text(version: bytes) -> str:

@@ -17,6 +17,7 @@ from functools import partial
 from threading import Condition, Thread
 from typing import Final
 
+from ....kvcache.cleanup import give_back
 from ...handoff.messages import AttemptKey, PartId
 from .base import (
     Event,
@@ -71,8 +72,7 @@ class ThreadedTransport(Transport):
             atexit.register(self.close)
             self._thread.start()
         except Exception:  # there is no thread
-            atexit.unregister(self.close)
-            engine.close()
+            give_back(partial(atexit.unregister, self.close), engine.close)
             raise
 
     def offer(
@@ -209,7 +209,10 @@ class ThreadedTransport(Transport):
             self._loop()
         except Exception as error:
             self._crash = error
-        self._table.close()
+        try:
+            self._table.close()
+        except Exception as error:
+            self._crash = self._crash or error
 
     def _loop(self) -> None:
         table, sleep_s = self._table, _FIRST_SLEEP_S

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ....kvcache.cleanup import give_back
 from ...handoff.messages import AttemptKey, PartId
 from .base import Event, Fault, Offered, OfferFailed, PullFailed, Received, Withdrawn
 from .descriptors import (
@@ -130,10 +131,8 @@ class TransferTable:
 
     def close(self) -> None:
         """Abandon the pulls in flight, and close the engine."""
-        for pull in self._pulls.values():
-            if pull.running is not None:
-                pull.running.abandon()
-        self.engine.close()
+        running = [pull.running for pull in self._pulls.values() if pull.running is not None]
+        give_back(*[pull.abandon for pull in running], self.engine.close)
 
     # Progress
 
