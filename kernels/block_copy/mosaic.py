@@ -86,6 +86,7 @@ def copy(
             return _inside(sources[entry], num_blocks) & _inside(destinations[entry], num_blocks)
 
         transfer = Transfer(
+            num_ids=sources.shape[0],
             num_entries=jnp.minimum(count[0], sources.shape[0]),
             active=active,
             sources=pools,
@@ -113,6 +114,7 @@ def gather(
         zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)
         plgpu.commit_smem()  # makes the zeros visible to the copies below
         transfer = Transfer(
+            num_ids=ids.shape[0],
             num_entries=ids.shape[0],
             active=lambda entry: (entry < count[0]) & _inside(ids[entry], num_blocks),
             sources=arrays[: len(arrays) // 2],
@@ -145,6 +147,7 @@ def scatter(
     def body(ids: Any, count: Any, *refs: Any) -> None:
         *arrays, ring, full = refs
         transfer = Transfer(
+            num_ids=ids.shape[0],
             num_entries=jnp.minimum(count[0], ids.shape[0]),
             active=lambda entry: _inside(ids[entry], num_blocks),
             sources=arrays[: len(arrays) // 2],
@@ -163,6 +166,8 @@ def scatter(
 class Transfer(NamedTuple):
     """The moves of one launch: one block per entry and pool."""
 
+    num_ids: int
+    """Number of ids, of which the first `num_entries` count."""
     num_entries: Any
     active: Callable[[jax.Array], jax.Array]
     """Whether an entry is moved."""
@@ -200,9 +205,14 @@ def _move(
         return lax.div(item, per_block), lax.rem(item, per_block)
 
     def load(step: jax.Array, _: None = None) -> None:
+        """Start to load the chunk of a step, if there is such a step."""
         stage = lax.rem(step, jnp.int32(STAGES))
         entry, chunk = entry_and_chunk(step)
-        active, block = transfer.active(entry), transfer.source_of(entry)
+        # No branch before the id is read: the first id arrives together with the number of
+        # entries, not after it. Each takes most of a microsecond.
+        entry = jnp.minimum(entry, transfer.num_ids - 1)
+        active = transfer.active(entry) & (step < num_steps)
+        block = transfer.source_of(entry)
         for index, source in enumerate(transfer.sources):
 
             @when(active & (pool_index == index))
@@ -221,11 +231,7 @@ def _move(
 
     def advance(step: jax.Array, _: None) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # frees the previous stage
-
-        @when(step + (STAGES - 1) < num_steps)
-        def load_ahead() -> None:
-            load(step + (STAGES - 1))
-
+        load(step + (STAGES - 1))
         stage = lax.rem(step, jnp.int32(STAGES))
         active = transfer.active(entry_and_chunk(step)[0])
 
@@ -237,7 +243,7 @@ def _move(
         if zeros is not None:
             store(step, zeros, jnp.logical_not(active))
 
-    lax.fori_loop(0, jnp.minimum(num_steps, STAGES - 1), load, None)
+    lax.fori_loop(0, STAGES - 1, load, None)
     lax.fori_loop(0, num_steps, advance, None)
     plgpu.wait_smem_to_gmem(0)
 
