@@ -139,6 +139,15 @@ def test_a_fleet_survives_its_machines_and_scales_under_load(
         def node(name: str, ask: Callable[[Any], object]) -> Any:
             return ray.get(ray.get_actor(name).__ray_call__.remote(ask))
 
+        another = subprocess.run(
+            [*MAIN, "serve", str(model), "--port=0", "--device-blocks=9", "--ray=tp=1"],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        message = "there is a fleet in this namespace of the Ray cluster already; name another with"
+        assert (another.returncode, another.stdout) == (2, "")
+        assert f"radixkv: {message} --ray-namespace: " in another.stderr
         with load(server, expected):
             host = node("decode-0", lambda _: ray.get_runtime_context().get_node_id())
             [machine] = [each for each in machines if each.node_id == host]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
@@ -10,6 +11,9 @@ from typing import Any
 
 import ray
 
+from ....kvcache.errors import RadixKVError
+from ...errors import NodeProcessError
+from ..errors import BadInputError
 from .registry import REGISTRY, Deployment
 
 
@@ -42,7 +46,20 @@ class NodeActor:
         return self._name
 
     def run(self) -> dict[str, Any]:
-        """Serve until `stop`, and return the statistics."""
+        """Serve until `stop`, and return the statistics.
+
+        Raises:
+            NodeProcessError: with the error that has ended the node. Ray cannot pass on errors
+                whose constructors take more than a message.
+        """
+        try:
+            return self._serve()
+        except Exception as error:
+            if not isinstance(error, RadixKVError | BadInputError | OSError):
+                traceback.print_exc()  # a bug in radixkv: its traceback is the report
+            raise NodeProcessError(f"{type(error).__name__}: {error}") from None
+
+    def _serve(self) -> dict[str, Any]:
         from ...nodes.channel.secret import Secret
         from ...text import locate_model
         from ..main import build_parser

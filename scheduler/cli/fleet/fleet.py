@@ -9,13 +9,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from math import inf
 from types import TracebackType
 from typing import Any, Final
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -26,10 +30,11 @@ from ...nodes.channel import Secret
 from ...nodes.remote_nodes import RemoteNodes
 from ..errors import BadInputError
 from ..generate_on_nodes import node_options
-from ..options.fleet import NAMESPACE, FleetSize
+from ..options.fleet import NAMESPACE
 from ..prompts import Sizes
 from .actors import NodeActor, absolute, listen_address
 from .registry import REGISTRY, Deployment, FleetRegistry
+from .roster import Roster
 
 _CHECK_S: Final = 0.25
 _END_S: Final = 30.0
@@ -45,30 +50,28 @@ class _Node:
     Attributes:
         group: the placement group, which has what the node needs on one machine.
         run: the call that lasts as long as the node.
-        is_leaving: whether it gets no more requests.
-        is_stopped: whether it was told to end.
+        stopped_at: when it was told to end.
     """
 
-    role: str
     group: PlacementGroup
     actor: Any
     run: Any
-    is_leaving: bool = False
-    is_stopped: bool = False
+    stopped_at: float = inf
 
-    def stop(self) -> None:
-        """Tell the node to end, once."""
-        if not self.is_stopped:
-            self.is_stopped = True
+    def stop(self, now: float) -> None:
+        """Tell the node to end; if it does not, kill it later, as it perhaps waits for room."""
+        if self.stopped_at == inf:
+            self.stopped_at = now
             self.actor.stop.remote()
+        elif now - self.stopped_at >= _END_S:
+            ray.kill(self.actor)
 
 
 class Fleet:
     """The nodes of a server, as actors of Ray. As a context manager, it ends them on exit.
 
     Ray starts a node again whose process or machine has died. A node that has ended with an error,
-    or that somebody has killed for good, is replaced by one of another name. Names are not used
-    again, so that a message of a node that was drained is nobody else's.
+    or that somebody has killed for good, is replaced by one of another name.
 
     Attributes:
         secret: the secret, which the gateway's channel needs, too.
@@ -87,11 +90,10 @@ class Fleet:
         """
         self._arguments = arguments
         self._say = say
-        self._size: FleetSize = arguments.ray
-        self._numbers = {"prefill": count(), "decode": count()}
+        self._roster = Roster(arguments.ray)
         self._nodes: dict[str, _Node] = {}
         self._next_check_at = -inf
-        self._restart_at = -inf
+        self._start_at = -inf
         text = secrets.token_hex(32)
         self.secret = Secret(text.encode())
         self._secret_text = text
@@ -128,7 +130,7 @@ class Fleet:
         traceback: TracebackType | None,
     ) -> None:
         for node in self._nodes.values():
-            node.stop()
+            node.stop(time.monotonic())
         runs = [node.run for node in self._nodes.values()]
         if runs and error is None:  # else some may not have started
             ray.wait(runs, num_returns=len(runs), timeout=_END_S)
@@ -143,7 +145,7 @@ class Fleet:
         """
         self._sizes = sizes
         self._deployment = Deployment(gateway, self._secret_text, self._arguments.storage)
-        self._wanted = self._registry.lead.remote(self._deployment, self._size)
+        self._wanted = self._registry.lead.remote(self._deployment, self._roster.size)
         self._start_missing()
 
     def check(self) -> None:
@@ -157,7 +159,11 @@ class Fleet:
 
     def describe_missing(self) -> str:
         """Say for which nodes Ray has no room; empty if there are none."""
-        names = [name for name, node in self._nodes.items() if not node.group.wait(0)]
+        names = [
+            name
+            for name, node in self._nodes.items()
+            if placement_group_table(node.group)["state"] == "PENDING"
+        ]
         if not names:
             return ""
         return f"; Ray has no room for {' and '.join(names)}: each needs {self._bundle()}"
@@ -174,40 +180,28 @@ class Fleet:
         self._next_check_at = now + _CHECK_S
         if _is_done(self._wanted):
             with suppress(ray.exceptions.RayActorError):  # Ray starts it again
-                self._size = ray.get(self._wanted)
-                self._restart_at = now
-            self._wanted = self._registry.lead.remote(self._deployment, self._size)
+                self._roster.size = ray.get(self._wanted)
+            self._wanted = self._registry.lead.remote(self._deployment, self._roster.size)
         for name, reason in self._failed().items():
-            if not self._nodes[name].is_leaving:
+            if not self._roster.is_leaving(name):
                 self._say(f"{name} has failed, and another node replaces it: {reason}")
-                self._restart_at = now + _PAUSE_S
-                self._let_go(name, nodes)
-        if now >= self._restart_at:
+                self._roster.let_go(name)
+                nodes.drain(name)
+                self._start_at = now + _PAUSE_S
+        if now >= self._start_at:
             self._start_missing()
-        for role in ("prefill", "decode"):
-            for name in self._staying(role)[getattr(self._size, role) :]:
-                self._say(f"{name} is drained")
-                self._let_go(name, nodes)
-        for name, node in list(self._nodes.items()):
-            if node.is_leaving and _is_done(node.run):
+        for name in self._roster.take_surplus():
+            self._say(f"{name} is drained")
+            nodes.drain(name)
+        for name in self._roster.idle(nodes.num_attempts):
+            if _is_done(self._nodes[name].run):
                 self._remove(name)
-            elif node.is_leaving and not nodes.num_attempts(name):
-                node.stop()
-
-    def _let_go(self, name: str, nodes: RemoteNodes) -> None:
-        """Let a node end when its requests have ended."""
-        self._nodes[name].is_leaving = True
-        nodes.drain(name)
-
-    def _staying(self, role: str) -> list[str]:
-        return [
-            name for name, node in self._nodes.items() if node.role == role and not node.is_leaving
-        ]
+            else:
+                self._nodes[name].stop(now)
 
     def _start_missing(self) -> None:
-        for role in ("prefill", "decode"):
-            for _ in range(len(self._staying(role)), getattr(self._size, role)):
-                self._start(f"{role}-{next(self._numbers[role])}", role)
+        for name, role in self._roster.take_missing():
+            self._start(name, role)
 
     def _start(self, name: str, role: str) -> None:
         bundle = self._bundle()
@@ -233,11 +227,12 @@ class Fleet:
                 [str(each) for each in node_options(given, self._sizes, role)],
             )
         )
-        self._nodes[name] = _Node(role, group, actor, actor.run.remote())
+        self._nodes[name] = _Node(group, actor, actor.run.remote())
 
     def _bundle(self) -> dict[str, int]:
         """Return what a node needs: a core for each device, and GPUs where there are any."""
-        return {"CPU": self._size.tp, **({"GPU": self._size.tp} if self._has_gpus else {})}
+        tp = self._roster.size.tp
+        return {"CPU": tp, **({"GPU": tp} if self._has_gpus else {})}
 
     def _failed(self) -> dict[str, str]:
         """Return the reasons of nodes that have ended with an error, by name."""
@@ -246,12 +241,14 @@ class Fleet:
             if _is_done(node.run):
                 try:
                     ray.get(node.run)
-                except ray.exceptions.RayError as error:
-                    cause = getattr(error, "cause", None) or error
-                    failed[name] = f"{type(cause).__name__}: {cause}"
+                except NodeProcessError as error:  # Ray's error is one, too
+                    failed[name] = str(getattr(error, "cause", error))
+                except ray.exceptions.RayError as error:  # nobody starts it again
+                    failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         return failed
 
     def _remove(self, name: str) -> None:
+        self._roster.remove(name)
         node = self._nodes.pop(name)
         ray.kill(node.actor)
         remove_placement_group(node.group)

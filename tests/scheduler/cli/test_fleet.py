@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import re
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from radixkv.scheduler.cli.fleet import library
 from radixkv.scheduler.cli.fleet.registry import Deployment, FleetRegistry
+from radixkv.scheduler.cli.fleet.roster import Roster
 from radixkv.scheduler.cli.main import build_parser
 from radixkv.scheduler.cli.options.fleet import FleetSize, expand_ray
 
@@ -131,3 +133,48 @@ def test_nodes_wait_for_the_server_and_the_server_for_another_size() -> None:
 
 def test_what_a_node_needs_to_join_is_not_printed() -> None:
     assert repr(DEPLOYMENT) == "Deployment(gateway='127.0.0.1:5557')"
+
+
+def started(roster: Roster) -> list[str]:
+    return [name for name, _ in roster.take_missing()]
+
+
+def test_a_node_that_leaves_ends_when_it_has_no_attempts_and_its_name_is_not_used_again() -> None:
+    roster, attempts = Roster(FleetSize(1, 2)), {"decode-1": 2}
+    names = [("prefill-0", "prefill"), ("decode-0", "decode"), ("decode-1", "decode")]
+    assert roster.take_missing() == names
+    assert (roster.take_missing(), roster.take_surplus()) == ([], [])
+    roster.size = FleetSize(2, 1)
+    assert started(roster) == ["prefill-1"]
+    assert roster.take_surplus() == ["decode-1"]
+    assert roster.take_surplus() == []
+    assert roster.idle(lambda name: attempts.get(name, 0)) == []
+    roster.size = FleetSize(2, 2)
+    assert started(roster) == ["decode-2"], "decode-1 still leaves"
+    attempts["decode-1"] = 0
+    assert roster.idle(lambda name: attempts.get(name, 0)) == ["decode-1"]
+    roster.remove("decode-1")
+    assert roster.idle(lambda _: 0) == []
+    roster.let_go("prefill-0")
+    assert roster.is_leaving("prefill-0") and not roster.is_leaving("prefill-1")
+    assert started(roster) == ["prefill-2"]
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), max_size=10), st.randoms())
+def test_a_fleet_has_the_size_that_was_asked_for_last(
+    sizes: list[tuple[int, int]], random: Random
+) -> None:
+    roster, serving, seen = Roster(FleetSize()), set[str](), set[str]()
+    for prefill, decode in sizes:
+        roster.size = FleetSize(prefill, decode)
+        new = started(roster)
+        assert seen.isdisjoint(new)
+        seen.update(new)
+        serving |= set(new)
+        serving -= set(roster.take_surplus())
+        roles = [name.partition("-")[0] for name in serving]
+        assert (roles.count("prefill"), roles.count("decode")) == (prefill, decode)
+        idle = roster.idle(lambda _: random.getrandbits(1))
+        assert serving.isdisjoint(idle)
+        for name in idle:
+            roster.remove(name)
