@@ -91,15 +91,6 @@ class BlockCopies:
             last = min(first + self.max_blocks, num_blocks)
             yield slice(first, last), max(_power_of_two(last - first), self._min_blocks)
 
-    def exact_pieces(self, num_blocks: int) -> Iterator[slice]:
-        """Split a number of blocks into pieces that need no padding: 37 into 32, 4 and 1."""
-        first = 0
-        while first < num_blocks:
-            left = min(num_blocks - first, self.max_blocks)
-            last = first + (1 << (left.bit_length() - 1))
-            yield slice(first, last)
-            first = last
-
     def gather(self, arrays: BlockArrays, ids: Int32Array, size: int) -> Staging:
         """Read blocks into new arrays, as they are now; later dispatches do not affect them.
 
@@ -164,6 +155,21 @@ class BlockCopies:
         padded[: len(ids)] = ids
         on_device: jax.Array = jax.device_put(padded, self._whole)
         return on_device
+
+
+def exact_pieces(num_blocks: int, max_blocks: int) -> Iterator[slice]:
+    """Split a number of blocks into pieces that need no padding: 37 into 32, 4 and 1.
+
+    Args:
+        num_blocks: the number.
+        max_blocks: blocks of the largest piece, a power of two.
+    """
+    first = 0
+    while first < num_blocks:
+        left = min(num_blocks - first, max_blocks)
+        last = first + (1 << (left.bit_length() - 1))
+        yield slice(first, last)
+        first = last
 
 
 def pinned_host(device: jax.Device) -> jax.sharding.Sharding | None:

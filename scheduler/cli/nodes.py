@@ -176,6 +176,7 @@ def _make_engine(
         "max_running": min(arguments.max_running, arguments.token_budget),
         "max_model_len": arguments.max_model_len or min(model.config.max_positions, capacity),
         "weights_revision": revision,
+        "num_groups": arguments.layer_groups,
         "host": host_tier(arguments),
         "storage": storage,
         "storage_namespace": None if storage is None else namespace,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -80,6 +80,7 @@ class ModelRunner:
         decode: bool = True,
         warm_up_sampling: bool = False,
         samples: bool = False,
+        num_groups: int = 1,
     ) -> None:
         """Allocate the arrays for all blocks of a manager, and compile every program.
 
@@ -92,6 +93,7 @@ class ModelRunner:
             decode: whether to compile the decode programs.
             warm_up_sampling: see `Engine`.
             samples: whether to compile the copy of blocks from one sample to another.
+            num_groups: number of groups of layers that `start` tells apart.
 
         Raises:
             ConfigError, CountError: for options that cannot work, before anything is allocated.
@@ -135,7 +137,7 @@ class ModelRunner:
             self._batch = DeviceBatch(max_running, width, on_devices)
             shapes = (*self._shapes.decode, *self._shapes.extend)
             self._programs = Programs(
-                model, self.arrays, self._batch.state, shapes, manager.block_size
+                model, self.arrays, self._batch.state, shapes, manager.block_size, num_groups
             )
             self._adjustments = Adjustments(
                 max_running, max_running, max_model_len, config.vocab_size, on_devices
@@ -199,14 +201,26 @@ class ModelRunner:
         self.start(plan)
         return self.read() if plan.num_chunks else []
 
-    def start(self, plan: StepPlan) -> None:
-        """Dispatch copies and a plan, without waiting for its results; see `read`."""
+    @property
+    def is_ready(self) -> bool:
+        """Whether `read` would not wait for the first step in flight."""
+        tokens: Any = self._results[0].tokens  # JAX's types lack is_ready
+        return bool(tokens.is_ready())
+
+    def start(self, plan: StepPlan, wrote: Callable[[int], None] | None = None) -> None:
+        """Dispatch copies and a plan, without waiting for its results; see `read`.
+
+        Args:
+            plan: the plan.
+            wrote: is told of each group of layers but the last one when all that writes its KV is
+                dispatched; what it dispatches runs before the next group.
+        """
         with self.counting_compilations():
             self.dispatch()
             if plan.copies:
                 self._copy(plan.copies)
             if plan.num_chunks:
-                self._compute(plan)
+                self._compute(plan, wrote)
                 if not self._awaits_tokens(plan):
                     self._finish()
 
@@ -280,7 +294,7 @@ class ModelRunner:
         for piece, size in self._copies.pieces(len(copies)):
             self._copies.copy(self.arrays, sources[piece], destinations[piece], size)
 
-    def _compute(self, plan: StepPlan) -> None:
+    def _compute(self, plan: StepPlan, wrote: Callable[[int], None] | None) -> None:
         """Dispatch a step, up to its most likely tokens."""
         tables = self.manager.tables
         slots = self._batch.send(plan, tables)
@@ -294,6 +308,7 @@ class ModelRunner:
             self._batch.state,
             self.arrays,
             keep_hidden=bool(needs & Needs.PROMPT_LOGPROBS),
+            wrote=wrote,
         )
         self._steps += 1
         self._padding_tokens += shape.num_tokens - plan.num_tokens

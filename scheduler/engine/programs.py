@@ -4,11 +4,14 @@
 
     unrolled         step                                 one per shape, with all layers
     layer by layer   embed, layer x num_layers, head      three per shape, for any number of layers
+    by groups        embed, layers x num_groups, head     three or four per shape
     in both          draw                                 one, for steps with requests to draw for
 
 On accelerators one program per shape is right: a step is one launch, and a Pallas kernel is
 compiled once for all layers. On a CPU, XLA compiles every layer again, in 0.1 to 0.3 s, while a
-launch takes microseconds; so models of many layers run layer by layer there.
+launch takes microseconds; so models of many layers run layer by layer there. A prefill node that
+sends the KV of a group of layers while it computes the next needs a program per group, because the
+results of a program are ready together.
 
 Logits, tokens and what is drawn from have one row per request that may run, whatever the shape. So
 one program draws for all shapes, and no other one sorts. Greedy tokens come from the step itself.
@@ -36,7 +39,7 @@ from ...kernels.backends import target_device
 from ...kvcache import BlockArrays, Int32Array
 from ..models import Batch, LayerParams, Linear, Model, ModelConfig, Params, forward
 from ..models.tensor_parallel import on_all, whole
-from ..models.transformer import Pool, Pools, Rope, compute_layer, compute_logits, embed
+from ..models.transformer import Pools, Rope, compute_layers, compute_logits, embed
 from .batch_state import BatchState
 from .sampling import SamplingBatch, draw
 from .step_arrays import NO_SLOT, Shape, unpack
@@ -74,6 +77,7 @@ class Programs:
         state: BatchState,
         shapes: Sequence[Shape],
         block_size: int,
+        num_groups: int = 1,
     ) -> None:
         """Compile every program, the largest first, so that a lack of memory shows at once.
 
@@ -85,6 +89,7 @@ class Programs:
             arrays, state: pools and batch of the shapes and dtypes of each step.
             shapes: shapes to compile.
             block_size: tokens per block.
+            num_groups: number of groups of layers that `run` tells apart.
         """
         self.hidden: tuple[Batch, Array] | None = None
         self._config, self._mesh, self._block_size = model.config, model.mesh, block_size
@@ -93,7 +98,12 @@ class Programs:
         self.logits = jax.device_put(zeros, whole(model.mesh))
         is_cpu = target_device().platform == "cpu"
         self._by_layer = is_cpu and model.config.num_layers > _MOST_UNROLLED_LAYERS
-        lower = _lower_layers if self._by_layer else _lower_step
+        num_layers = model.config.num_layers
+        self._groups = [layers_of(num_layers, group, num_groups) for group in range(num_groups)]
+        self._layers = [layers_of(num_layers, layer, num_layers) for layer in range(num_layers)]
+        lower = _lower_step
+        if self._by_layer or num_groups > 1:
+            lower = partial(_lower_layers, parts=self._parts(keep_hidden=False))
         lowerings: dict[Any, Callable[[], Lowered]] = {}
         for shape in sorted(shapes, key=lambda shape: -shape.num_tokens):
             lowerings.update(lower(model, arrays, state, shape, block_size, self.logits))
@@ -111,6 +121,7 @@ class Programs:
         arrays: BlockArrays,
         *,
         keep_hidden: bool = False,
+        wrote: Callable[[int], None] | None = None,
     ) -> tuple[Int32[Array, " all_rows"], Rows, BatchState]:
         """Dispatch a step, which replaces the pools and the logits.
 
@@ -121,23 +132,30 @@ class Programs:
             state: batch on the device; donated.
             arrays: pools.
             keep_hidden: whether to set `hidden`, which needs the programs for single layers.
+            wrote: is told of each group of layers but the last one when all that writes its KV is
+                dispatched, and before the next is.
 
         Returns:
             The most likely token of each row and of padding, the rows, and the new batch.
         """
-        if self._by_layer or keep_hidden:
-            if ("embed", shape) not in self._programs:
+        if self._by_layer or keep_hidden or len(self._groups) > 1:
+            parts = self._parts(keep_hidden=keep_hidden)
+            if ("layers", shape, _length(parts[0])) not in self._programs:
                 model = Model(self._config, params, self._mesh)
                 given = model, arrays, state, shape, self._block_size, self.logits
-                self._programs.update(_compile(dict(_lower_layers(*given))))
+                self._programs.update(_compile(dict(_lower_layers(*given, parts=parts))))
             results = self._programs["embed", shape](params.embedding, packed, state)
             batch, rows, state, x, rope = results
-            compute = self._programs["layer", shape]
-            keys, values = list(arrays.keys), list(arrays.values)
-            for index, layer in enumerate(params.layers):
-                x, keys[index], values[index] = compute(
-                    layer, batch, x, rope, keys[index], values[index]
+            keys, values, group = list(arrays.keys), list(arrays.values), 0
+            for part in parts:
+                compute = self._programs["layers", shape, _length(part)]
+                x, keys[part], values[part] = compute(
+                    params.layers[part], batch, x, rope, tuple(keys[part]), tuple(values[part])
                 )
+                if part.stop == self._groups[group].stop and wrote and part.stop < len(keys):
+                    arrays.keys, arrays.values = tuple(keys), tuple(values)
+                    wrote(group)
+                    group += 1
             arrays.keys, arrays.values = tuple(keys), tuple(values)
             self.hidden = (batch, x) if keep_hidden else None
             tokens, last_tokens, self.logits = self._programs["head", shape](
@@ -151,6 +169,10 @@ class Programs:
             tokens, rows, state, self.logits, arrays.keys, arrays.values = results
         return tokens, rows, state
 
+    def _parts(self, *, keep_hidden: bool) -> list[slice]:
+        """Return the layers of each program of a step that is not unrolled."""
+        return self._layers if self._by_layer or keep_hidden else self._groups
+
     def draw(
         self,
         logits: Float[Array, "all_rows vocab"],
@@ -161,6 +183,17 @@ class Programs:
         """Replace the tokens of rows with a temperature above 0 by drawn ones."""
         tokens, last_tokens = self._programs["draw"](logits, rows, tokens, state.last_tokens)
         return tokens, state._replace(last_tokens=last_tokens)
+
+
+def layers_of(num_layers: int, group: int, num_groups: int) -> slice:
+    """Return the layers of one of several groups of nearly equal size."""
+    first, stop = [(group + each) * num_layers // num_groups for each in (0, 1)]
+    return slice(first, stop)
+
+
+def _length(part: slice) -> int:
+    length: int = part.stop - part.start
+    return length
 
 
 def _compile(lowerings: Mapping[Any, Callable[[], Lowered]]) -> dict[Any, Compiled]:
@@ -203,14 +236,18 @@ def _lower_layers(
     shape: Shape,
     block_size: int,
     logits: Array,
+    *,
+    parts: Sequence[slice],
 ) -> Iterator[tuple[Any, Callable[[], Lowered]]]:
-    """Yield the programs of a shape that computes layer by layer, by name and shape."""
+    """Yield the programs of a shape that computes its layers in parts, by name and shape."""
     of_model, params = (model.config, model.mesh), model.params
     static = *of_model, shape, block_size, len(logits)
     given = params.embedding, _empty(shape), state
     batch, rows, _, x, rope = jax.eval_shape(partial(_embed, *static), *given)
-    layer = *of_model, shape.is_decode, params.layers[0], batch, x, rope
-    yield ("layer", shape), partial(_layer.lower, *layer, arrays.keys[0], arrays.values[0])
+    for part in {_length(part): part for part in parts}.values():
+        pools = arrays.keys[part], arrays.values[part]
+        given_layers = *of_model, shape.is_decode, params.layers[part], batch, x, rope, *pools
+        yield ("layers", shape, _length(part)), partial(_layers.lower, *given_layers)
     head = params.norm, params.lm_head, batch, x, rows.slots, state.last_tokens, logits
     yield ("head", shape), partial(_head.lower, *of_model, *head)
     yield ("embed", shape), partial(_embed.lower, *static, *given)
@@ -268,19 +305,20 @@ def _embed(
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(5, 7, 8))
-def _layer(
+def _layers(
     config: ModelConfig,
     mesh: Mesh | None,
     is_decode: bool,
-    layer: LayerParams,
+    layers: tuple[LayerParams, ...],
     batch: Batch,
     x: Float[Array, "tokens hidden"],
     rope: Rope,
-    k_pool: Pool,
-    v_pool: Pool,
-) -> tuple[Float[Array, "tokens hidden"], Pool, Pool]:
-    pools = k_pool, v_pool
-    return compute_layer(config, layer, batch, x, rope, *pools, decode=is_decode, mesh=mesh)
+    k_pools: Pools,
+    v_pools: Pools,
+) -> tuple[Float[Array, "tokens hidden"], Pools, Pools]:
+    return compute_layers(
+        config, layers, batch, x, rope, k_pools, v_pools, decode=is_decode, mesh=mesh
+    )
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(7, 8))

@@ -79,12 +79,13 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """D: read a part from P into these blocks, in one group of layers."""
+    """D: read a part from P into these blocks, in one of num_groups groups of layers."""
 
     peer: NodeId
     part_id: PartId
     blocks: tuple[int, ...]
     group: int
+    num_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)

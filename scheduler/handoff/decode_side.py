@@ -277,7 +277,8 @@ class DecodeSide:
                 attempt.pulls[message.part] = self._now
                 blocks = tuple([int(block) for block in attempt.lease.block_table[first:stop]])
                 part_id = attempt.part_id(message.part)
-                self._actions.append(Pull(attempt.peer, part_id, blocks, message.group))
+                pull = Pull(attempt.peer, part_id, blocks, message.group, attempt.num_groups)
+                self._actions.append(pull)
             case Commit() if message.num_parts > attempt.max_parts:
                 self._give_up(attempt, "the parts do not cover the prompt")
             case Commit() if not self._is_token(message.first_token):

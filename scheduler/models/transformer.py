@@ -122,15 +122,11 @@ def forward(
         float32 logits ``[B, vocab]`` (finite but meaningless for padding rows), and the new pools.
     """
     x, rope = embed(config, params.embedding, batch, mesh=mesh)
-    new_k_pools, new_v_pools = [], []
-    for layer, k_pool, v_pool in zip(params.layers, k_pools, v_pools, strict=True):
-        x, k_pool, v_pool = compute_layer(
-            config, layer, batch, x, rope, k_pool, v_pool, decode=decode, mesh=mesh
-        )
-        new_k_pools.append(k_pool)
-        new_v_pools.append(v_pool)
+    x, k_pools, v_pools = compute_layers(
+        config, params.layers, batch, x, rope, k_pools, v_pools, decode=decode, mesh=mesh
+    )
     logits = compute_logits(config, params.norm, params.lm_head, batch, x, mesh=mesh)
-    return logits, tuple(new_k_pools), tuple(new_v_pools)
+    return logits, k_pools, v_pools
 
 
 def embed(
@@ -143,6 +139,29 @@ def embed(
     """Return the residual stream before the first layer, and the rope tables of all layers."""
     rope = rope_tables(config.rope, config.head_dim, batch.positions)
     return on_all(mesh, embedding[batch.tokens]), rope
+
+
+def compute_layers(
+    config: ModelConfig,
+    layers: tuple[LayerParams, ...],
+    batch: Batch,
+    x: Float[Array, "tokens hidden"],
+    rope: Rope,
+    k_pools: Pools,
+    v_pools: Pools,
+    *,
+    decode: bool,
+    mesh: ModelMesh | None,
+) -> tuple[Float[Array, "tokens hidden"], Pools, Pools]:
+    """Compute some layers: return the residual stream after them, and their new pools."""
+    new_k_pools, new_v_pools = [], []
+    for layer, k_pool, v_pool in zip(layers, k_pools, v_pools, strict=True):
+        x, k_pool, v_pool = compute_layer(
+            config, layer, batch, x, rope, k_pool, v_pool, decode=decode, mesh=mesh
+        )
+        new_k_pools.append(k_pool)
+        new_v_pools.append(v_pool)
+    return x, tuple(new_k_pools), tuple(new_v_pools)
 
 
 def compute_layer(

@@ -15,7 +15,7 @@ from ..models import Model
 from ..policy import Policy
 from .kv_parts import KVParts
 from .kv_receiver import KVReceiver
-from .node import NodeEngine, PeerMessage, check_revision
+from .node import NodeEngine, PeerMessage, check_groups, check_revision
 from .transport import Event, PullFailed, PullInfo, Received, Transport
 
 DecodeReport: TypeAlias = Started | Finished | DecodeFailed
@@ -43,6 +43,7 @@ class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
         reserve_tokens: int | None = 512,
         preempt: PreemptMode = "recompute",
         depth: int = 2,
+        num_groups: int = 1,
         host: HostConfig | None = None,
         storage: Storage | None = None,
         storage_namespace: StorageNamespace | None = None,
@@ -55,6 +56,8 @@ class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
             timing: see `DecodeScheduler`.
             num_blocks, token_budget, max_running, max_model_len: see `Engine`.
             weights_revision: name of the weights; the node refuses parts of other weights.
+            num_groups: groups of layers in which prefill nodes send, to compile for. Copies for
+                other numbers are compiled when they are first needed.
             policy, reserve_tokens, preempt, depth, host, storage, storage_namespace, on_events:
                 see `Engine`.
 
@@ -63,6 +66,7 @@ class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
                 allocated.
         """
         check_revision(weights_revision, storage_namespace)
+        num_groups = check_groups(num_groups, model)
         manager = CacheManager(
             num_blocks,
             block_size,
@@ -91,7 +95,7 @@ class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
             max_model_len=max_model_len,
             storage=storage,
         )
-        kv = KVParts(runner, "scatter", weights_revision)
+        kv = KVParts(runner, "scatter", weights_revision, num_groups)
         super().__init__(manager, scheduler, runner, transport, kv, now=now, on_events=on_events)
         self._receiver = KVReceiver(kv, transport, timeout_s=timing.transfer_s)
 

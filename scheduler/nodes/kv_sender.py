@@ -16,11 +16,11 @@ _OFFER_TTL_S: Final = 600.0
 class GatherKV(Protocol):
     """Copies blocks into arrays; see `KVParts`."""
 
-    def describe(self, num_blocks: int) -> Descriptor:
-        """Describe the arrays of a part of so many blocks."""
+    def describe(self, num_blocks: int, group: int, num_groups: int) -> Descriptor:
+        """Describe the arrays of a part of so many blocks in one group of layers."""
 
-    def read(self, blocks: Sequence[int]) -> Sequence[PayloadArray]:
-        """Copy the current content of blocks."""
+    def read(self, blocks: Sequence[int], group: int, num_groups: int) -> Sequence[PayloadArray]:
+        """Copy the current content of blocks in one group of layers."""
 
 
 class KVSender:
@@ -35,18 +35,22 @@ class KVSender:
         num_bytes: current size of the copies.
     """
 
-    def __init__(self, kv: GatherKV, transport: Transport, *, max_bytes: int) -> None:
+    def __init__(
+        self, kv: GatherKV, transport: Transport, *, max_bytes: int, num_groups: int = 1
+    ) -> None:
         """Set up.
 
         Args:
             kv: copies blocks.
             transport: serves the copies.
             max_bytes: limit of all copies.
+            num_groups: number of groups of layers that are sent separately.
         """
         self.num_bytes = 0
         self._kv = kv
         self._transport = transport
         self._max_bytes = max_bytes
+        self._num_groups = num_groups
         # Attempts in order of their first offers; None: not served yet.
         self._offers: dict[AttemptKey, dict[PartId, PullInfo | None]] = {}
         self._uncopied: list[Offer] = []
@@ -101,12 +105,13 @@ class KVSender:
         oldest = next(iter(self._offers), None)
         uncopied, self._uncopied = self._uncopied, []
         for offer in uncopied:
-            descriptor = self._kv.describe(len(offer.blocks))
+            group = offer.group, self._num_groups
+            descriptor = self._kv.describe(len(offer.blocks), *group)
             fits = self.num_bytes + descriptor.num_bytes <= self._max_bytes
             if offer.part_id.key != oldest and (self._uncopied or not fits):
                 self._uncopied.append(offer)
                 continue
             self.num_bytes += descriptor.num_bytes
             self._copy_bytes[offer.part_id] = descriptor.num_bytes
-            arrays = self._kv.read(offer.blocks)
+            arrays = self._kv.read(offer.blocks, *group)
             self._transport.offer(offer.part_id, arrays, descriptor, ttl_s=_OFFER_TTL_S)

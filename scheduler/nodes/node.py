@@ -11,12 +11,13 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ...kvcache import CacheManager, EventBatch
 from ...kvcache.storage import StorageNamespace
+from ...kvcache.tokens import as_count
 from ..decode import DecodeScheduler
 from ..engine import EngineStats, ModelRunner
 from ..errors import ConfigError
 from ..handoff import AttemptKey, Message, NodeId
 from ..handoff.gateway_messages import NodeLoad
-from ..models import Params
+from ..models import Model, Params
 from ..prefill import PrefillScheduler
 from ..request import Request
 from ..step_plan import StepPlan
@@ -61,6 +62,19 @@ def check_revision(weights_revision: str, namespace: StorageNamespace | None) ->
             f"storage_namespace must have weights_revision {weights_revision!r} as the node, got "
             f"{namespace.weights_revision!r}"
         )
+
+
+def check_groups(num_groups: int, model: Model) -> int:
+    """Check a number of groups of layers.
+
+    Raises:
+        ConfigError: if the model has fewer layers.
+        CountError: if it is less than 1.
+    """
+    num_groups, most = as_count("num_groups", num_groups, minimum=1), model.config.num_layers
+    if num_groups > most:
+        raise ConfigError(f"num_groups must be at most the model's {most} layers, got {num_groups}")
+    return num_groups
 
 
 class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
@@ -114,6 +128,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         self._kv = kv
         self._in_flight: deque[StepPlan] = deque()
         self._num_started = 0  # steps, with those in flight
+        self._waits = True  # for a step, although messages could be sent meanwhile
         self._outbox: list[PeerMessage] = []
         self._reports: list[ReportT] = []
 
@@ -263,18 +278,28 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         return closed
 
     def _step(self) -> bool:
+        if self._in_flight and not self._waits:
+            is_ready = self._runner.is_ready
+            if is_ready:
+                self._read()
+            return is_ready
         if not self.scheduler.has_work:
             self._runner.dispatch()
             return False
         plan = self.scheduler.schedule()
-        self._runner.start(plan)
+        self._start(plan)
         if plan.num_chunks:
             self._in_flight.append(plan)
             self._num_started += 1
         has_stepped = bool(self._in_flight)
-        if has_stepped and (not plan.num_chunks or len(self._in_flight) == self.scheduler.depth):
+        is_full = not plan.num_chunks or len(self._in_flight) == self.scheduler.depth
+        if has_stepped and is_full and self._waits:
             self._read()
         return has_stepped
+
+    def _start(self, plan: StepPlan) -> None:
+        """Dispatch a step."""
+        self._runner.start(plan)
 
     def _read(self) -> None:
         """Wait for the first step in flight, and apply its results."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from ...kvcache import CacheManager, EventBatch, HostConfig
 from ...kvcache.storage import Storage, StorageNamespace
@@ -13,9 +14,10 @@ from ..models import Model
 from ..policy import Policy
 from ..prefill import PrefillScheduler
 from ..request import Request
+from ..step_plan import StepPlan
 from .kv_parts import KVParts
 from .kv_sender import KVSender
-from .node import NodeEngine, PeerMessage, check_revision
+from .node import NodeEngine, PeerMessage, check_groups, check_revision
 from .transport import Event, Offered, OfferFailed, Transport, Withdrawn
 
 
@@ -41,6 +43,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
         max_model_len: int,
         weights_revision: str = "",
         order: Order = "early",
+        num_groups: int = 1,
         policy: Policy | None = None,
         host: HostConfig | None = None,
         storage: Storage | None = None,
@@ -55,6 +58,8 @@ class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
             transport: polled and closed only by this node.
             epoch: higher than the epoch of every earlier process of this node.
             now: current time; see `poll`.
+            num_groups: number of groups of layers. A group is sent while the next one is computed;
+                each is a program of its own.
             timing, order: see `PrefillScheduler`.
             block_size: tokens per block; all nodes need the same.
             num_blocks, token_budget, max_running, max_model_len: see `Engine`.
@@ -68,6 +73,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
                 allocated.
         """
         check_revision(weights_revision, storage_namespace)
+        num_groups = check_groups(num_groups, model)
         max_offered_bytes = as_count("max_offered_bytes", max_offered_bytes, minimum=1)
         manager = CacheManager(
             num_blocks,
@@ -84,6 +90,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
             max_running=max_running,
             policy=policy,
             order=order,
+            num_groups=num_groups,
         )
         runner = ModelRunner(
             model,
@@ -93,10 +100,12 @@ class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
             max_model_len=max_model_len,
             storage=storage,
             decode=False,
+            num_groups=num_groups,
         )
-        kv = KVParts(runner, "gather", weights_revision)
+        kv = KVParts(runner, "gather", weights_revision, num_groups)
         super().__init__(manager, scheduler, runner, transport, kv, now=now, on_events=on_events)
-        self._sender = KVSender(kv, transport, max_bytes=max_offered_bytes)
+        self._sender = KVSender(kv, transport, max_bytes=max_offered_bytes, num_groups=num_groups)
+        self._waits = num_groups == 1
 
     def begin(self, request: Request, peer: NodeId, attempt: int = 1) -> None:
         """Compute a prompt, and hand it to a decode node; see `PrefillScheduler.begin`.
@@ -117,6 +126,14 @@ class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
     def receive(self, message: PeerMessage) -> None:
         """Process a message of a decode node."""
         self.scheduler.receive(message.peer, message.message)
+
+    def _start(self, plan: StepPlan) -> None:
+        self._runner.start(plan, None if self._waits else partial(self._wrote, plan))
+
+    def _wrote(self, plan: StepPlan, group: int) -> None:
+        """Offer a group of layers: its copies run before the next group is computed."""
+        self.scheduler.wrote(plan, group)
+        self._act()
 
     def _process(self, event: Event) -> None:
         match event:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.kvcache import HostConfig, TierStats
-from radixkv.kvcache.copies.block_copies import BlockCopies
+from radixkv.kvcache.copies.block_copies import exact_pieces
 from radixkv.kvcache.storage import StorageWorkers
 from radixkv.scheduler.engine import Engine, make_storage_namespace
 from radixkv.scheduler.nodes import DecodeEngine, Disaggregated, PrefillEngine
@@ -218,7 +218,7 @@ def test_d_loads_from_storage_what_it_lacks(llama):
 def test_a_late_compilation_of_a_copy_would_be_counted(llama):
     cluster = Cluster(llama)
     for node, name in ((cluster.p, "gather"), (cluster.d, "scatter")):
-        copies = node._kv._copies
+        [copies] = node._kv._copies.values()
         copy = getattr(copies, name)
 
         def copy_and_compile(*arguments: Any, copy: Any = copy, length: int = len(name)) -> Any:
@@ -267,9 +267,7 @@ def test_nothing_is_compiled_after_warm_up(model):
 
 @given(st.integers(1, 300), st.sampled_from([1, 2, 8, 32]))
 def test_a_part_is_cut_without_padding(num_blocks, max_blocks):
-    copies = BlockCopies.__new__(BlockCopies)
-    copies.max_blocks = max_blocks
-    pieces = list(copies.exact_pieces(num_blocks))
+    pieces = list(exact_pieces(num_blocks, max_blocks))
     sizes = [piece.stop - piece.start for piece in pieces]
     assert [i for piece in pieces for i in range(piece.start, piece.stop)] == [*range(num_blocks)]
     assert all(size & (size - 1) == 0 and size <= max_blocks for size in sizes)

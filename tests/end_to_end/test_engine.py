@@ -1,5 +1,6 @@
 """The engine on tiny models: tokens do not depend on scheduling, and nothing leaks."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -210,9 +211,9 @@ def test_a_late_compilation_would_be_counted(engine):
     serving = fresh(engine("llama", 4))
     run = serving._runner._compute
 
-    def run_and_compile(plan: StepPlan) -> None:
+    def run_and_compile(plan: StepPlan, wrote: Callable[[int], None] | None) -> None:
         jnp.ones(7).at[3].multiply(1.25).block_until_ready()
-        run(plan)
+        run(plan, wrote)
 
     serving._runner._compute = run_and_compile  # type: ignore[method-assign]
     complete(serving, [[1, 2, 3]], 2)

@@ -15,7 +15,8 @@ import jax
 import pytest
 
 from radixkv.kernels.backends import TargetDevice
-from radixkv.scheduler.engine import Engine, model_runner, programs
+from radixkv.kvcache import CacheManager
+from radixkv.scheduler.engine import Engine, ModelRunner, model_runner, programs
 from radixkv.scheduler.models import Model, load_model, make_tiny_checkpoint
 from radixkv.scheduler.request import GREEDY, SamplingParams
 
@@ -101,6 +102,25 @@ def test_accelerators_run_all_layers_at_once(model, monkeypatch):
     monkeypatch.setattr(programs, "_compile", lambda lowerings: lowered.extend(lowerings))
     Engine(model("llama"), **SIZES)
     assert len(lowered) == 4 and not any(isinstance(key, tuple) for key in lowered)
+
+
+def test_accelerators_run_a_program_per_size_of_a_group(tmp_path, monkeypatch):
+    device = TargetDevice("NVIDIA H200", "9.0", 132, "gpu")
+    monkeypatch.setattr(programs, "target_device", lambda: device)
+    lowered: list[Any] = []
+    monkeypatch.setattr(programs, "_compile", lambda lowerings: lowered.extend(lowerings))
+    make_tiny_checkpoint(tmp_path, overrides={"num_hidden_layers": 3})
+    sizes: dict[str, Any] = {"token_budget": 16, "max_running": 2, "max_model_len": 64}
+    manager = CacheManager(16, 4)
+    ModelRunner(load_model(tmp_path), manager, decode=False, num_groups=2, **sizes)
+    *steps, draw = lowered
+    assert [(key[0], *key[2:]) for key in steps] == [
+        ("layers", 1),
+        ("layers", 2),
+        ("head",),
+        ("embed",),
+    ]
+    assert draw == "draw"
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 64), ("bfloat16", 96)])

@@ -89,6 +89,13 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> Options:
         required=False,
     )
     add_count(
+        parser,
+        "--layer-groups",
+        "groups of layers whose KV a prefill node sends while it computes the next group; a decode "
+        "node compiles for them, and needs the same number (default: %(default)s)",
+        default=1,
+    )
+    add_count(
         parser, "--parent-pid", "stop when this process is no longer the parent", required=False
     )
 

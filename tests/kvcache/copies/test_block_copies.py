@@ -9,7 +9,7 @@ import pytest
 
 from radixkv.kvcache import BlockArrays, HostArrays, Outcome, TierDriver
 from radixkv.kvcache.copies import block_copies as pinning
-from radixkv.kvcache.copies.block_copies import BlockCopies
+from radixkv.kvcache.copies.block_copies import BlockCopies, exact_pieces
 from radixkv.kvcache.tiers.operations import OpKind
 from radixkv.scheduler.engine.compilations import compilation_counter
 
@@ -84,7 +84,10 @@ def test_pieces_cover_all_blocks_once_and_in_order():
     bench = Bench()
     copies = BlockCopies(bench.arrays, 8)
     for num_blocks in range(40):
-        padded, exact = list(copies.pieces(num_blocks)), list(copies.exact_pieces(num_blocks))
+        padded, exact = (
+            list(copies.pieces(num_blocks)),
+            list(exact_pieces(num_blocks, copies.max_blocks)),
+        )
         for pieces in ([piece for piece, _ in padded], exact):
             places = [place for piece in pieces for place in range(piece.start, piece.stop)]
             assert places == list(range(num_blocks))

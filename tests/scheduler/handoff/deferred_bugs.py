@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from .bugs import D, P, bug
-from .decode_bugs import DECODE
+from .bugs import DECODE, D, P, bug
 
 DEFERRED: Final = "handoff/deferred_asks.py"
 

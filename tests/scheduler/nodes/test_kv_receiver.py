@@ -16,16 +16,16 @@ def test_staging_memory_is_released_after_its_copies() -> None:
     written: list[Any] = []
     released: list[PartId] = []
     kv = SimpleNamespace(
-        describe=lambda num_blocks: num_blocks,
-        write=lambda blocks, arrays: written.append((blocks, arrays)),
+        describe=lambda num_blocks, group, num_groups: num_blocks,
+        write=lambda *given: written.append(given),
         is_idle=lambda: False,
     )
     transport = SimpleNamespace(pull=lambda *_, **__: None, release=released.append)
     receiver = KVReceiver(kv, transport, timeout_s=1.0)  # type: ignore[arg-type]
-    receiver.pull(Pull("p", TICKET, (3, 1), 0), None)  # type: ignore[arg-type]
+    receiver.pull(Pull("p", TICKET, (3, 1), 1, 4), None)  # type: ignore[arg-type]
     receiver.received(Received(TICKET, ("kv",)), 5)  # type: ignore[arg-type]
     receiver.release_written(5)
-    assert (written, released) == ([((3, 1), ("kv",))], [])  # a copy may still read it
+    assert (written, released) == ([((3, 1), ("kv",), 1, 4)], [])  # a copy may still read it
     kv.is_idle = lambda: True
     receiver.release_written(5)
     receiver.release_written(5)
@@ -36,7 +36,9 @@ def test_staging_memory_is_released_while_steps_overlap() -> None:
     """The arrays are never idle then: a part waits for a step that began after its copy."""
     released: list[PartId] = []
     kv = SimpleNamespace(
-        describe=lambda num_blocks: num_blocks, write=lambda *_: None, is_idle=lambda: False
+        describe=lambda num_blocks, group, num_groups: num_blocks,
+        write=lambda *_: None,
+        is_idle=lambda: False,
     )
     transport = SimpleNamespace(pull=lambda *_, **__: None, release=released.append)
     receiver = KVReceiver(kv, transport, timeout_s=1.0)  # type: ignore[arg-type]

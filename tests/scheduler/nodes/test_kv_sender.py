@@ -28,12 +28,12 @@ MAX_BYTES = 6 * BLOCK_BYTES
 class Blocks:
     """Gathers blocks whose content is their id."""
 
-    def describe(self, num_blocks: int) -> Descriptor:
+    def describe(self, num_blocks: int, group: int, num_groups: int) -> Descriptor:
         return Descriptor(
             (ArraySpec((num_blocks, BLOCK_BYTES), "uint8"),), num_blocks, 0, bytes(16)
         )
 
-    def read(self, blocks: Sequence[int]) -> Sequence[PayloadArray]:
+    def read(self, blocks: Sequence[int], group: int, num_groups: int) -> Sequence[PayloadArray]:
         return [np.repeat(np.array(blocks, np.uint8)[:, None], BLOCK_BYTES, axis=1)]
 
 
