@@ -114,7 +114,7 @@ WALKS: Final[dict[str, tuple[Bug, ...]]] = {
     ),
     "the transport of a process after transfers": (
         then("a poll in a process counts the parts", IN_PROCESS,
-             "        events, self._events = self._events, []",
+             "        self._events = []",
              "[each for each in range(self._parts_received)]"),
     ),
     "the gate with connections": (
