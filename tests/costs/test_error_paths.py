@@ -10,6 +10,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -180,7 +181,12 @@ STORAGE_BUGS = {
         ),
     ),
 }  # fmt: skip
-ALL_BUGS: list[Bug] = [each for bugs in FILE_BUGS.values() for each in bugs]
+LOOKUP_BUG = bug(
+    "nobody claims a lookup that was interrupted",
+    "kvcache.storage.workers",
+    ("                give_back(partial(self._table.claim, operation))\n", ""),
+)
+ALL_BUGS: list[Bug] = [LOOKUP_BUG, *(each for bugs in FILE_BUGS.values() for each in bugs)]
 ALL_BUGS += [each for bugs in STORAGE_BUGS.values() for each in bugs]
 
 FILE_CALLS: dict[str, Callable[[FileBackend], Any]] = {
@@ -253,6 +259,19 @@ def inject_into_files(
 @pytest.mark.parametrize("name", FILE_CALLS)
 def test_the_file_backend_gives_back(tmp_path: Path, name: str) -> None:
     inject_into_files(tmp_path, FILE_CALLS[name])
+
+
+def test_a_value_whose_name_is_not_durable_is_no_more_found(tmp_path: Path) -> None:
+    backend = file_backend(tmp_path)
+    with (
+        patch.object(backend._files, "sync_directory", side_effect=OSError(5, "")),
+        pytest.raises(BackendIOError),
+    ):
+        backend.put(KEYS[0], VALUE)
+    assert backend.contains(KEYS[:1]) == [False]
+    assert (backend.stats()["values"], backend.stats()["bytes"]) == (3, 300)
+    check_file_backend(backend)
+    backend.close()
 
 
 FILE_CLEANING = ("close", "unlink", "give_back", "removed", "put_back", "forget", "take")
@@ -374,6 +393,22 @@ def inject_into_storage(
 @pytest.mark.parametrize("name", STORAGE_CALLS)
 def test_an_operation_that_is_not_submitted_holds_nothing(name: str) -> None:
     inject_into_storage(STORAGE_CALLS[name])
+
+
+def interrupt_a_lookup() -> None:
+    storage = Unthreaded()
+    with (
+        patch.object(storage._reported, "wait_for", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        storage.lookup_prefix(KEYS, timeout_s=9.0)
+    check_storage(storage)
+
+
+def test_an_interrupted_lookup_is_forgotten() -> None:
+    interrupt_a_lookup()
+    with planted(LOOKUP_BUG), pytest.raises(AssertionError, match="operations never end"):
+        interrupt_a_lookup()
 
 
 @pytest.mark.parametrize("name", STORAGE_CALLS)

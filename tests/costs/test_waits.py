@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Final
+from unittest.mock import patch
 
 import pytest
+
+from radixkv.scheduler.handoff.messages import AttemptKey, PartId
+from radixkv.scheduler.nodes.transport import transfer_table
+from radixkv.scheduler.nodes.transport.transfer_table import OfferEntry, TransferTable
 
 from . import engine_bugs
 from .all_subjects import BY_NAME, SUBJECTS
 from .measure import Operations, measured, waits_of
+from .node_subjects import LoopEngine
 from .planting import Bug, planted
 from .subjects import KEY, Subject
 from .test_error_paths import stored
+from .transfer_subjects import LAYOUT
 from .unthreaded import Unthreaded
 from .work_bugs import then
 
@@ -40,6 +48,24 @@ def test_no_call_waits(subject: Subject) -> None:
 
 def test_no_call_of_storage_waits() -> None:
     assert waits(storage_calls()) == []
+
+
+def test_a_transport_in_which_nothing_moves_sleeps() -> None:
+    clock = SimpleNamespace(monotonic=lambda: 1.0)
+    with patch.object(transfer_table, "time", clock):
+        table = TransferTable(LoopEngine())
+        assert table.wait_s() is None
+        part = PartId(AttemptKey("r", 1), epoch=1, peer_epoch=1, grant=1, part=0)
+        table.offer(part, OfferEntry((), LAYOUT, expires_at=3.0))
+        assert table.wait_s() == 0.0  # until it is served
+        table.step()
+        assert table.wait_s() == 2.0
+        with patch.object(LoopEngine, "maintain_every_s", 0.5):
+            assert table.wait_s() == 0.5
+        table.withdraw(part.key, was_read=True)
+        assert table.wait_s() == 0.0  # until it is withdrawn
+        table.step()
+        assert table.wait_s() is None
 
 
 BUGS: Final = (

@@ -169,6 +169,11 @@ BY_HAND: dict[str, tuple[Planted, ...]] = {
     ),
     "kvcache.storage.workers": (
         Planted(
+            "StorageWorkers.poll: completions are taken after the lock was given back",
+            find="            return self._table.drain()\n",
+            replace="        return self._table.drain()\n",
+        ),
+        Planted(
             "StorageWorkers._work: the other thread continues, also after close",
             find="""                    and self._table.running[task.kind]
                     and not self._closed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from radixkv.scheduler.fairness import AdmissionFairness
 from radixkv.scheduler.handoff import Abort, AttemptKey, Finished, Grant, Header, Send
 
 from .decode_harness import actions, ask, refusal, scheduler, start, step
@@ -124,3 +125,11 @@ def test_one_node_does_not_speak_for_another() -> None:
     [post] = actions(d)
     assert post.peer == "p1" and post.message.reason == "nothing is granted"
     assert d.num_open == 1
+
+
+def test_room_is_set_aside_for_twice_the_time_between_two_asks() -> None:
+    fairness = AdmissionFairness(1.0, max_overtaken=0)
+    fairness.refused("large", 5, 0.0)
+    fairness.refused("large", 5, 4.0)
+    assert fairness.set_aside("small", 11.9) == [5]
+    assert fairness.set_aside("small", 12.0) == []

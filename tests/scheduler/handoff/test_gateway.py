@@ -6,7 +6,7 @@ import pytest
 
 from radixkv.scheduler.errors import RequestError, RoutingError
 from radixkv.scheduler.gateway.gateway import Gateway, RunAttempt
-from radixkv.scheduler.gateway.retries import Cancel
+from radixkv.scheduler.gateway.retries import Answer, Begin, Cancel, RequestRetrier
 from radixkv.scheduler.handoff import AttemptKey, Hits
 from radixkv.scheduler.request import Request, RequestStatus
 
@@ -98,6 +98,26 @@ def test_a_failure_names_the_request_as_the_client_does() -> None:
     gateway.prefill_failed(key, f"request {key.request_id!r}: {reason}", is_final=True)
     gateway.take_ended()
     assert gateway.failures == {"a": f"request 'a': {reason}"}
+
+
+def test_a_request_that_is_cancelled_before_it_begins_never_begins() -> None:
+    retrier = RequestRetrier(max_attempts=2, backoff_s=1.0, request_s=100.0)
+    retrier.submit("r")
+    retrier.cancel("r")
+    assert retrier.take_actions() == [Answer("r", None, "cancelled by the client")]
+    retrier.tick(1.0)
+    assert retrier.take_actions() == []
+
+
+def test_a_request_whose_attempts_are_lost_for_too_long_fails() -> None:
+    retrier = RequestRetrier(max_attempts=2, backoff_s=1.0, request_s=100.0, lost_s=5.0)
+    retrier.submit("r")
+    for attempt, now in enumerate((0.0, 3.0, 6.0), 1):
+        retrier.tick(now)
+        assert retrier.take_actions()[-1] == Begin(AttemptKey("r", attempt))
+        retrier.decode_lost(AttemptKey("r", attempt))
+    last = Answer("r", None, "attempts were lost for 6 s: the decode node was lost")
+    assert retrier.take_actions()[-1] == last
 
 
 def test_a_request_is_added_once() -> None:

@@ -178,3 +178,9 @@ def test_a_planted_bug_is_caught(bug: str) -> None:
 
     with pytest.raises(AssertionError):
         check()
+
+
+def test_the_epsilon_of_a_norm_is_added_to_the_mean_square() -> None:
+    rows = jnp.array([[0.0, 0.0], [1e-3, 1e-3]], jnp.float32)
+    normal = transformer.rms_norm(rows, jnp.ones(2, jnp.float32), 1e-6)
+    np.testing.assert_allclose(normal, [[0.0, 0.0], [0.5**0.5] * 2], rtol=1e-5)

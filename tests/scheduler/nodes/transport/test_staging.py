@@ -85,6 +85,12 @@ def test_segments_have_every_array_once_and_as_many_bytes_as_they_should(
         assert segment.num_bytes == slot_bytes(specs[first:stop])
 
 
+@pytest.mark.parametrize("least", [63, 64, 65])
+def test_a_segment_ends_as_soon_as_it_is_large_enough(least: int) -> None:
+    num_segments = 2 if least <= 64 else 1
+    assert len(split_slot([ArraySpec((64,), "int8")] * 2, least)) == num_segments
+
+
 def test_a_small_part_is_one_segment() -> None:
     assert split_slot([ArraySpec((5,), "int8"), ArraySpec((2,), "int8")], 1000) == [
         Segment(0, 66, 2)
