@@ -70,7 +70,7 @@ class DecodeSide:
             epoch: higher than in any earlier run of the node.
             timing: timeouts.
             admit: admission; default: admit every request for which there are blocks.
-            is_fetching: tells whether a request that `admit` let wait must wait longer.
+            is_fetching: tells whether a request that ``admit`` let wait must wait longer.
             forget: drops a request that waited and is not admitted.
             vocab_size: upper bound of first tokens; None: no bound.
         """
