@@ -122,7 +122,7 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{directory.name}/programs"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 processes = NodeProcesses()
 channel = ZmqChannel(GATEWAY, epoch=1, secret=processes.secret)
-nodes = RemoteNodes(channel, block_size=sizes["block_size"])
+nodes = RemoteNodes(channel)
 arguments = [directory.name, "--gateway", channel.address]
 for option, size in sizes.items():
     name = {"num_blocks": "device_blocks"}.get(option, option)

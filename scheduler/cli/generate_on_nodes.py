@@ -105,7 +105,6 @@ def _serve(
     timeout_s = TIMEOUT_S if arguments.timeout_s is None else arguments.timeout_s
     nodes = RemoteNodes(
         channel,
-        block_size=arguments.block_size,
         model=load_config(arguments.model_dir).name,
         silence_s=SILENCE_S,
         stream=requests.has_stop,

@@ -78,7 +78,6 @@ def connect(arguments: argparse.Namespace, say: Callable[[str], object]) -> Iter
                 started.start(sizes)
             nodes = RemoteNodes(
                 channel,
-                block_size=arguments.block_size,
                 model=config.name,
                 silence_s=SILENCE_S,
                 stream=True,

@@ -116,15 +116,15 @@ class _Node(ABC):
     def __init__(self, config: Config, role: spec.Role, num_blocks: int, epoch: int) -> None:
         host = HostConfig(config["host_blocks"]) if config["host_blocks"] else None
         size, storage = config["block_size"], None
+        if role == "decode":
+            size = config.get("decode_block_size", size)
         if config.get("storage"):
             storage = StorageNamespace("model", "weights", "float32", size, (0, 1), (0, 1))
         self.manager = CacheManager(num_blocks, size, host=host, storage=storage)
         self.reporter = NodeReporter(epoch, TIMING, progress_s=0)
         self.now = 0
         self.plans: deque[StepPlan] = deque()
-        self._status = message_of(
-            NodeStatus(role, "", "simulated", config["block_size"], num_blocks, "simulated")
-        )
+        self._status = message_of(NodeStatus(role, "", "simulated", size, num_blocks, "simulated"))
 
     # Messages, the clock and reports
 
@@ -379,8 +379,9 @@ class DecodeNode(_Node):
         match action:
             case Post(peer, message):
                 return spec.Send(peer, message_of(message))
-            case Pull(peer, part_id, blocks, group):
-                return spec.Pull(peer, part_of(part_id), blocks, group)
+            case Pull(peer, part_id, blocks, group, _, sent):
+                num_skipped = sent.num_skipped_tokens
+                return spec.Pull(peer, part_of(part_id), blocks, group, num_skipped)
             case CancelPull(part_id):
                 return spec.CancelPull(part_of(part_id))
             case Started(key, request, num_cached):
@@ -440,7 +441,6 @@ class GatewayAdapter:
 
     def __init__(self, config: Config, epoch: int, now: int) -> None:
         self.gateway = NetworkGateway(
-            config["block_size"],
             silence_s=spec.SILENCE,
             max_attempts=config["max_attempts"],
             backoff_s=spec.BACKOFF,

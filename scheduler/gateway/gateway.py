@@ -14,7 +14,7 @@ from ..handoff.messages import AttemptKey, Hits, NodeId
 from ..handoff.records import max_tokens
 from ..request import Request, RequestStatus, TokenLogprob
 from .retries import Answer, Begin, Cancel, RequestRetrier
-from .router import Route, Router
+from .router import CacheSize, Route, Router
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,6 @@ class Gateway:
 
     def __init__(
         self,
-        block_size: int,
         *,
         max_attempts: int = 3,
         backoff_s: float = 0.05,
@@ -54,7 +53,6 @@ class Gateway:
         """Create a gateway without nodes.
 
         Args:
-            block_size: tokens per block, of all nodes.
             max_attempts, backoff_s, request_s, lost_s: see `RequestRetrier`; no time limit of
                 requests by default.
             epoch: a different number in each run of a gateway whose nodes outlive it, so that it
@@ -64,7 +62,7 @@ class Gateway:
         self._retrier = RequestRetrier(
             max_attempts=max_attempts, backoff_s=backoff_s, request_s=request_s, lost_s=lost_s
         )
-        self._router = Router(block_size, prefill={}, decode={})
+        self._router = Router()
         self._epoch = epoch
         self._serials = count()
         self._requests: dict[str, Request] = {}  # by a name that is never reused
@@ -156,13 +154,13 @@ class Gateway:
 
     # Nodes
 
-    def add_prefill(self, peer: NodeId, num_blocks: int) -> None:
+    def add_prefill(self, peer: NodeId, size: CacheSize) -> None:
         """Add a prefill node; see `Router.add_prefill`."""
-        self._router.add_prefill(peer, num_blocks)
+        self._router.add_prefill(peer, size)
 
-    def add_decode(self, peer: NodeId, num_blocks: int) -> None:
+    def add_decode(self, peer: NodeId, size: CacheSize) -> None:
         """Add a decode node; see `Router.add_decode`."""
-        self._router.add_decode(peer, num_blocks)
+        self._router.add_decode(peer, size)
 
     def remove_node(self, peer: NodeId) -> None:
         """Remove a node that is gone, and retry its attempts on others.

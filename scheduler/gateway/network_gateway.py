@@ -32,6 +32,7 @@ from .gateway import Gateway, RunAttempt
 from .remote_node import RemoteNode, refusal_of
 from .resend import ResendQueue
 from .retries import Cancel
+from .router import CacheSize
 
 _RETRIES_PER_SILENCE: Final = 5
 _MAX_GONE: Final = 100  # of each role
@@ -88,7 +89,6 @@ class NetworkGateway:
 
     def __init__(
         self,
-        block_size: int,
         *,
         model: str | None = None,
         silence_s: float = 5.0,
@@ -102,7 +102,6 @@ class NetworkGateway:
         """Create a gateway without nodes.
 
         Args:
-            block_size: tokens per block; a node with another block size is refused.
             model: name of a model configuration; None: all nodes need the first node's.
             silence_s: silence after which a node is gone. An attempt also fails if its prefill
                 node has not acknowledged it in this time; the gateway asks five times.
@@ -112,12 +111,10 @@ class NetworkGateway:
         """
         self.nodes: dict[NodeId, RemoteNode] = {}
         self.gone: dict[NodeId, RemoteNode] = {}
-        self._block_size = block_size
         self._model = model
         self._silence_s = silence_s
         self._unacked = ResendQueue(retry_s=silence_s / _RETRIES_PER_SILENCE, patience_s=silence_s)
         self._gateway = Gateway(
-            block_size,
             max_attempts=max_attempts,
             backoff_s=backoff_s,
             request_s=request_s,
@@ -361,7 +358,7 @@ class NetworkGateway:
             if not known.refusal and self._gateway.next_update(peer) < num_updates:
                 self._ask(peer)
             return
-        refusal = refusal_of(status, self.nodes, self._block_size, self._model)
+        refusal = refusal_of(status, self.nodes, self._model)
         if peer in self._draining:
             refusal = "it was drained, and its name is not used again"
         self.nodes[peer] = RemoteNode(status, epoch, self._now, refusal, load)
@@ -369,10 +366,11 @@ class NetworkGateway:
             return
         self.gone.pop(peer, None)
         self._actions.append(Connect(peer, status.address))
+        size = CacheSize(status.num_blocks, status.block_size)
         if status.role == "prefill":
-            self._gateway.add_prefill(peer, status.num_blocks)
+            self._gateway.add_prefill(peer, size)
         else:
-            self._gateway.add_decode(peer, status.num_blocks)
+            self._gateway.add_decode(peer, size)
 
     def _lose(self, peer: NodeId) -> None:
         node = self.nodes.pop(peer)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..handoff.gateway_messages import IDLE, NodeLoad, NodeStatus
-from ..handoff.messages import NodeId
+from ..handoff.messages import MAX_PART_BLOCKS, NodeId
+from ..handoff.part_cut import PartCut
 
 _MAX_BLOCKS: Final = 1 << 26
 """Most blocks of all nodes together: the router's copies of their caches take bytes per block."""
@@ -31,14 +32,10 @@ class RemoteNode:
     load: NodeLoad = IDLE
 
 
-def refusal_of(
-    status: NodeStatus, nodes: Mapping[NodeId, RemoteNode], block_size: int, model: str | None
-) -> str:
+def refusal_of(status: NodeStatus, nodes: Mapping[NodeId, RemoteNode], model: str | None) -> str:
     """Return why a node that joins cannot serve beside the others; empty if it can."""
     if model is not None and model not in (status.model, status.model.rpartition(" ")[0]):
         return f"its model is {_short(status.model)}, not {_short(model)}"
-    if status.block_size != block_size:
-        return f"it has blocks of {status.block_size} tokens, not {block_size}"
     served = sum(node.status.num_blocks for node in nodes.values() if not node.refusal)
     if served + status.num_blocks > _MAX_BLOCKS:
         return (
@@ -49,6 +46,13 @@ def refusal_of(
         other = node.status
         if not node.refusal and other.transport != status.transport:
             return f"its transport is {status.transport}, but that of {peer} is {other.transport}"
+        if not node.refusal and other.role != status.role:
+            cut = PartCut(other.block_size, status.block_size, 0, 0)
+            if not cut.is_possible:
+                return (
+                    f"its blocks of {status.block_size} tokens, and those of {peer} of "
+                    f"{other.block_size}, have no common end within {MAX_PART_BLOCKS} blocks"
+                )
         if not node.refusal and other.model != status.model:
             return (
                 f"its model is {_short(status.model)}, but that of {peer} is {_short(other.model)}"

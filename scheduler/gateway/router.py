@@ -2,11 +2,11 @@
 
 A request goes to the node with the least cost::
 
-    cost = blocks of requests in progress on the node + blocks of this request that it lacks
+    cost = tokens of requests in progress on the node + tokens of this request that it lacks
 
-So it goes to a node that has its prefix, unless another node is less busy by more blocks than the
-prefix saves. The prefix alone is not enough: if all requests begin with the same system prompt,
-one node would get all of them.
+both in whole blocks. So it goes to a node that has its prefix, unless another node is less busy by
+more than the prefix saves. The prefix alone is not enough: if all requests begin with the same
+system prompt, one node would get all of them.
 
 Source: NVIDIA Dynamo's KV router, ``max(prefill blocks - overlap, 0) + load``, with all weights 1.
 There, a decode node has no overlap. Here it keeps a radix tree and is sent only what it lacks.
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 from ...kvcache import CacheManager, Int32Array, RequestTooLargeError, Tokens, as_tokens
@@ -35,15 +34,26 @@ class Route(NamedTuple):
     decode: NodeId
 
 
+class CacheSize(NamedTuple):
+    """Number of blocks of a node, and tokens per block."""
+
+    num_blocks: int
+    block_size: int
+
+
 @dataclass(frozen=True)
 class _Prompt:
     tokens: Int32Array
     namespace: bytes
-    block_size: int
+    _hashes: dict[int, list[int]] = field(default_factory=dict)
 
-    @cached_property
-    def hashes(self) -> list[int]:
-        return hash_blocks(self.tokens, self.block_size, self.namespace)
+    def hashes(self, block_size: int) -> list[int]:
+        if block_size not in self._hashes:
+            self._hashes[block_size] = hash_blocks(self.tokens, block_size, self.namespace)
+        return self._hashes[block_size]
+
+    def num_blocks(self, block_size: int) -> int:
+        return -(-len(self.tokens) // block_size)
 
 
 @dataclass(slots=True)
@@ -69,13 +79,21 @@ class _Node:
     load: int = 0
     sent: int = 0
 
+    @property
+    def block_size(self) -> int:
+        return self.shadow.block_size
+
+    @property
+    def num_tokens(self) -> int:
+        return self.shadow.num_blocks * self.block_size
+
     def begin(self, key: AttemptKey, prompt: _Prompt, num_lacking: int) -> None:
         self.lacks[key] = num_lacking
         self.load += num_lacking
         self.sent += num_lacking
         if self.index is not None:
-            self.coming[key] = prompt.hashes
-            self.num_coming.update(prompt.hashes)
+            self.coming[key] = prompt.hashes(self.block_size)
+            self.num_coming.update(self.coming[key])
         self.learn(prompt.tokens, prompt.namespace)
 
     def end(self, key: AttemptKey) -> None:
@@ -88,7 +106,7 @@ class _Node:
     def num_cached(self, prompt: _Prompt) -> int:
         if self.index is None:
             return self.shadow.match(prompt.tokens, prompt.namespace).num_blocks
-        return self.index.num_leading(prompt.hashes, self.num_coming)
+        return self.index.num_leading(prompt.hashes(self.block_size), self.num_coming)
 
     def learn(self, tokens: Int32Array, namespace: bytes) -> None:
         if self.index is not None:
@@ -116,8 +134,9 @@ class Router:
 
     Example:
         >>> from radixkv.scheduler.handoff import AttemptKey
-        >>> from radixkv.scheduler.gateway.router import Router
-        >>> router = Router(2, prefill={"p0": 100, "p1": 100}, decode={"d0": 100})
+        >>> from radixkv.scheduler.gateway.router import CacheSize, Router
+        >>> size = CacheSize(num_blocks=100, block_size=2)
+        >>> router = Router(prefill={"p0": size, "p1": size}, decode={"d0": size})
         >>> router.route(AttemptKey("a", 1), [1, 2, 3, 4, 5, 6])
         Route(prefill='p0', decode='d0')
         >>> router.computed(AttemptKey("a", 1))
@@ -128,44 +147,45 @@ class Router:
     """
 
     def __init__(
-        self, block_size: int, *, prefill: Mapping[str, int], decode: Mapping[str, int]
+        self,
+        *,
+        prefill: Mapping[NodeId, CacheSize] | None = None,
+        decode: Mapping[NodeId, CacheSize] | None = None,
     ) -> None:
         """Create a router.
 
         Args:
-            block_size: tokens per block, of all nodes.
-            prefill, decode: number of blocks of each node, by id.
+            prefill, decode: cache of each node, by id.
 
         Raises:
             CountError: if a size is below 1.
             RoutingError: if an id is in both.
         """
-        self._block_size = block_size
         self._prefill: dict[NodeId, _Node] = {}
         self._decode: dict[NodeId, _Node] = {}
         self._draining: set[NodeId] = set()
-        for node_id, num_blocks in prefill.items():
-            self.add_prefill(node_id, num_blocks)
-        for node_id, num_blocks in decode.items():
-            self.add_decode(node_id, num_blocks)
+        for node_id, size in (prefill or {}).items():
+            self.add_prefill(node_id, size)
+        for node_id, size in (decode or {}).items():
+            self.add_decode(node_id, size)
 
-    def add_prefill(self, node_id: NodeId, num_blocks: int) -> None:
+    def add_prefill(self, node_id: NodeId, size: CacheSize) -> None:
         """Add a prefill node, with an empty cache.
 
         Raises:
-            CountError: if num_blocks is below 1.
+            CountError: if a size is below 1.
             RoutingError: if the node was added already.
         """
-        self._add(self._prefill, node_id, num_blocks)
+        self._add(self._prefill, node_id, size)
 
-    def add_decode(self, node_id: NodeId, num_blocks: int) -> None:
+    def add_decode(self, node_id: NodeId, size: CacheSize) -> None:
         """Add a decode node; see `add_prefill`."""
-        self._add(self._decode, node_id, num_blocks)
+        self._add(self._decode, node_id, size)
 
-    def _add(self, nodes: dict[NodeId, _Node], node_id: NodeId, num_blocks: int) -> None:
+    def _add(self, nodes: dict[NodeId, _Node], node_id: NodeId, size: CacheSize) -> None:
         if node_id in self._prefill or node_id in self._decode:
             raise RoutingError(f"there is a node {node_id!r} already")
-        nodes[node_id] = _Node(CacheManager(num_blocks, self._block_size))
+        nodes[node_id] = _Node(CacheManager(*size))
 
     def remove(self, node_id: NodeId) -> None:
         """Remove a node.
@@ -213,7 +233,7 @@ class Router:
     ) -> Route:
         """Choose the nodes of an attempt, and add it to their load.
 
-        Ties go to the node that was sent the fewest blocks so far, then to the first one.
+        Ties go to the node that was sent the fewest tokens so far, then to the first one.
 
         Args:
             key: the attempt.
@@ -232,7 +252,7 @@ class Router:
             raise RequestError(f"{key} is under way")
         tokens = as_tokens(prompt)
         avoided = frozenset(avoid)
-        wanted = _Prompt(tokens, namespace, self._block_size)
+        wanted = _Prompt(tokens, namespace)
         prefill = self._candidates("prefill", self._serving(self._prefill), wanted, avoided)
         decode = self._candidates("decode", self._serving(self._decode), wanted, avoided)
         p, d = prefill[0], decode[0]
@@ -256,18 +276,26 @@ class Router:
         """Return the nodes that can take an attempt, the best one first."""
         if not nodes:
             raise RoutingError(f"there is no {role} node")
-        needed = -(-len(prompt.tokens) // self._block_size)
-        fits = [name for name, node in nodes.items() if node.shadow.num_blocks >= needed]
+        needed = {name: prompt.num_blocks(node.block_size) for name, node in nodes.items()}
+        fits = {
+            name: node for name, node in nodes.items() if node.shadow.num_blocks >= needed[name]
+        }
         if not fits:
-            most = max(node.shadow.num_blocks for node in nodes.values())
-            raise RequestTooLargeError(len(prompt.tokens), needed, most)
+            largest = max(nodes, key=lambda name: nodes[name].num_tokens)
+            most = nodes[largest].shadow.num_blocks
+            raise RequestTooLargeError(len(prompt.tokens), needed[largest], most)
         candidates = []
-        for name in fits:
-            num_lacking = needed - nodes[name].num_cached(prompt)
-            cost = nodes[name].load + num_lacking
+        for name, node in fits.items():
+            num_lacking = needed[name] - node.num_cached(prompt)
+            cost = (node.load + num_lacking) * node.block_size
             candidates.append(_Candidate(name, num_lacking, name in avoided, cost))
         return sorted(
-            candidates, key=lambda each: (each.is_avoided, each.cost, nodes[each.name].sent)
+            candidates,
+            key=lambda each: (
+                each.is_avoided,
+                each.cost,
+                nodes[each.name].sent * nodes[each.name].block_size,
+            ),
         )
 
     def computed(self, key: AttemptKey) -> None:
@@ -291,7 +319,7 @@ class Router:
         for node in self._decode.values():
             if key in node.lacks:
                 node.end(key)
-                if -(-len(tokens) // self._block_size) <= node.shadow.num_blocks:
+                if len(tokens) <= node.num_tokens:
                     node.learn(tokens, namespace)
 
     def update_cache(self, node_id: NodeId, update: CacheUpdate) -> bool:

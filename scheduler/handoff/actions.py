@@ -78,14 +78,34 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
+class Sent:
+    """Blocks of P that a part has.
+
+    Attributes:
+        num_blocks, block_size: of P.
+        num_skipped_tokens: leading tokens that D has already.
+    """
+
+    num_blocks: int
+    block_size: int
+    num_skipped_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pull:
-    """D: read a part from P into these blocks, in one of num_groups groups of layers."""
+    """D: read a part from P into these blocks, in one of num_groups groups of layers.
+
+    Attributes:
+        blocks: blocks of D, for the tokens of the part that D lacks.
+        sent: the blocks of P, whose size may differ.
+    """
 
     peer: NodeId
     part_id: PartId
     blocks: tuple[int, ...]
     group: int
-    num_groups: int = 1
+    num_groups: int
+    sent: Sent
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,9 @@ import numpy as np
 from ...kvcache import Int32Array, Lease
 from ..errors import RequestError
 from ..request import Request
-from .actions import Offer
+from .actions import Offer, Pull, Sent
 from .messages import (
     MAX_MISSING,
-    MAX_PART_BLOCKS,
     Ask,
     AttemptKey,
     Commit,
@@ -23,6 +22,7 @@ from .messages import (
     PartId,
     Send,
 )
+from .part_cut import PartCut
 from .states import DecodeState, PrefillState
 
 
@@ -36,6 +36,7 @@ class PrefillAttempt:
         sent_at: time of the last ASK, COMMIT or RENEW.
         num_computed: tokens whose KV is written in all groups of layers.
         group, chunk_stop: next group of layers to compute, of the chunk that ends at chunk_stop.
+        cut: where the prompt is cut into parts; None before the grant.
         next_block: first block not yet offered, by group.
         sends: SENDs of all parts so far.
         sampled: first token, P's hits and the token's record, once the prompt is computed.
@@ -54,6 +55,7 @@ class PrefillAttempt:
     num_computed: int = 0
     group: int = 0
     chunk_stop: int = 0
+    cut: PartCut | None = None
     next_block: list[int] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
     sampled: tuple[int, Hits, bytes] | None = None
@@ -65,20 +67,17 @@ class PrefillAttempt:
         """The prompt."""
         return self.request.prompt
 
-    def next_part(self, group: int, num_tokens: int, block_size: int) -> tuple[Offer, Send] | None:
+    def next_part(self, group: int, num_tokens: int) -> tuple[Offer, Send] | None:
         """Cut the next part from the blocks that the first num_tokens tokens fill and D lacks.
 
-        The last block of the prompt need not be full. Returns None if no block is left.
+        The last block of the prompt need not be full. Returns None if no part is left.
         """
-        first = self.next_block[group]
-        is_all = num_tokens == len(self.tokens)
-        last = -(-num_tokens // block_size) if is_all else num_tokens // block_size
+        header, part, cut, first = self.header, len(self.sends), self.cut, self.next_block[group]
+        assert header.peer_epoch is not None and cut is not None, "parts before D has granted"
+        last = cut.part_end(first, num_tokens)
         if last <= first:
             return None
-        last = min(last, first + MAX_PART_BLOCKS)
         self.next_block[group] = last
-        header, part = self.header, len(self.sends)
-        assert header.peer_epoch is not None, "parts are offered before D has granted"
         blocks = tuple([int(block) for block in self.lease.block_table[first:last]])
         part_id = PartId(header.key, header.epoch, header.peer_epoch, header.grant, part)
         self.sends.append(Send(header, part, first, last - first, group))
@@ -138,7 +137,8 @@ class DecodeAttempt:
         moved_at: time of the last state transition, or of COMMIT.
         heard_at: time of P's last message.
         sent_at: time of the last RENEW.
-        first_block: first block that P sends.
+        block_size: P's block size.
+        cut: where the prompt is cut into parts; None before the grant.
         parts: SENDs received, by part.
         pulls: start time of each pull that is not fenced, by part.
         reason: why it was given up.
@@ -149,12 +149,13 @@ class DecodeAttempt:
     peer: NodeId
     request: Request
     num_groups: int
+    block_size: int
     lease: Lease
     moved_at: float
     heard_at: float
     sent_at: float
     state: DecodeState = DecodeState.NEW
-    first_block: int = 0
+    cut: PartCut | None = None
     commit: Commit | None = None
     parts: dict[int, Send] = field(default_factory=dict)
     pulls: dict[int, float] = field(default_factory=dict)
@@ -172,6 +173,15 @@ class DecodeAttempt:
         assert header.peer_epoch is not None, "D pulls from an unknown epoch of P"
         return PartId(header.key, header.peer_epoch, header.epoch, header.grant, part)
 
+    def pull(self, send: Send) -> Pull:
+        """Return the action that answers a SEND."""
+        first, stop, num_skipped = self.granted.destination(
+            send.first_block, send.first_block + send.num_blocks
+        )
+        blocks = tuple([int(block) for block in self.lease.block_table[first:stop]])
+        sent = Sent(send.num_blocks, self.block_size, num_skipped)
+        return Pull(self.peer, self.part_id(send.part), blocks, send.group, self.num_groups, sent)
+
     def missing(self) -> tuple[int, ...]:
         """Return the first MAX_MISSING parts that COMMIT counts and D has not received."""
         if self.commit is None:
@@ -180,17 +190,22 @@ class DecodeAttempt:
         return tuple(islice(missing, MAX_MISSING))
 
     @property
+    def granted(self) -> PartCut:
+        """Where P cuts the prompt, once it is granted."""
+        assert self.cut is not None, "parts before the grant"
+        return self.cut
+
+    @property
     def max_parts(self) -> int:
         """Number of parts if each has one block of one group of layers."""
-        return (self.lease.num_blocks - self.first_block) * self.num_groups
+        return (self.granted.num_blocks - self.granted.first_block) * self.num_groups
 
     def accepts(self, send: Send) -> bool:
         """Whether a part lies within the grant and overlaps no other part."""
         first, stop = send.first_block, send.first_block + send.num_blocks
-        is_granted = self.first_block <= first < stop <= self.lease.num_blocks
-        if not is_granted or send.group >= self.num_groups or send.part >= self.max_parts:
+        if send.group >= self.num_groups or send.part >= self.max_parts:
             return False
-        return not any(
+        return self.granted.is_part(first, stop) and not any(
             each.group == send.group
             and first < each.first_block + each.num_blocks
             and each.first_block < stop

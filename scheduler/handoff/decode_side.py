@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 from ...kvcache import CacheManager, Lease, OutOfBlocksError, RequestTooLargeError, TokenError
 from ..errors import RefusedError, RequestError
 from ..request import Request
-from .actions import CancelPull, DecodeAction, Post, Pull, Start, Stop, Timing
+from .actions import CancelPull, DecodeAction, Post, Start, Stop, Timing
 from .attempts import DecodeAttempt, DecodeAttempts, request_of
 from .deferred_asks import DeferredAsk, DeferredAsks, num_shared_blocks
 from .messages import (
@@ -28,6 +28,7 @@ from .messages import (
     Renew,
     Send,
 )
+from .part_cut import PartCut
 from .states import DECODE_MOVES, DecodeState
 
 Admit: TypeAlias = Callable[[Request, bool], Lease | None]
@@ -272,13 +273,9 @@ class DecodeSide:
                 if not attempt.accepts(message):
                     self._give_up(attempt, f"part {message.part} lies outside the grant")
                     return
-                first, stop = message.first_block, message.first_block + message.num_blocks
                 attempt.parts[message.part] = message
                 attempt.pulls[message.part] = self._now
-                blocks = tuple([int(block) for block in attempt.lease.block_table[first:stop]])
-                part_id = attempt.part_id(message.part)
-                pull = Pull(attempt.peer, part_id, blocks, message.group, attempt.num_groups)
-                self._actions.append(pull)
+                self._actions.append(attempt.pull(message))
             case Commit() if message.num_parts > attempt.max_parts:
                 self._give_up(attempt, "the parts do not cover the prompt")
             case Commit() if not self._is_token(message.first_token):
@@ -342,14 +339,14 @@ class DecodeSide:
             return
         attempt.heard_at = self._now
         if attempt.state is DecodeState.RECEIVING:
-            self._post(attempt, Grant(attempt.header, attempt.first_block))
+            self._post_grant(attempt)
         elif attempt.state in (DecodeState.STARTED, DecodeState.ENDED):
             self._post_end(attempt)
 
     def _reserve(self, asked: DeferredAsk, reply: Header) -> Refuse | Renew | None:
         """Admit a new request; return a REFUSE, or a RENEW if the ASK is to be deferred."""
         ask, header, block_size = asked.ask, asked.ask.header, self._manager.block_size
-        if ask.block_size != block_size:
+        if not PartCut(ask.block_size, block_size, 0, 0).is_possible:
             return Refuse(reply, "block size", ask.block_size, block_size)
         # Before anything is allocated: a request allocates room for all of its tokens.
         needed = -(-(len(ask.prompt) // 4 + ask.max_new_tokens - 1) // block_size)
@@ -376,7 +373,8 @@ class DecodeSide:
             return Renew(reply)
         self._last_grant += 1
         now, header = self._now, Header(header.key, self.epoch, header.epoch, self._last_grant)
-        attempt = DecodeAttempt(header, asked.peer, request, ask.num_groups, lease, now, now, now)
+        sizes = ask.num_groups, ask.block_size
+        attempt = DecodeAttempt(header, asked.peer, request, *sizes, lease, now, now, now)
         self._attempts.add(attempt)
         if lease.loading is None:
             self._grant(attempt)
@@ -422,9 +420,16 @@ class DecodeSide:
     # Transitions
 
     def _grant(self, attempt: DecodeAttempt) -> None:
-        attempt.first_block = attempt.lease.num_shared_blocks
+        block_size, num_tokens = self._manager.block_size, len(attempt.tokens)
+        num_cached = attempt.lease.num_shared_blocks * block_size
+        attempt.cut = PartCut(attempt.block_size, block_size, num_tokens, num_cached)
         self._move(attempt, DecodeState.RECEIVING)
-        self._post(attempt, Grant(attempt.header, attempt.first_block))
+        self._post_grant(attempt)
+
+    def _post_grant(self, attempt: DecodeAttempt) -> None:
+        cut = attempt.granted
+        first_block = cut.num_cached_tokens // cut.block_size
+        self._post(attempt, Grant(attempt.header, first_block, cut.block_size))
 
     def _start_if_complete(self, attempt: DecodeAttempt) -> None:
         """Publish and start if COMMIT and every part have arrived."""
@@ -437,7 +442,7 @@ class DecodeSide:
         self._manager.publish(attempt.lease, attempt.tokens)
         self._move(attempt, DecodeState.STARTED)
         self._post_end(attempt)
-        cached = attempt.first_block * self._manager.block_size
+        cached = attempt.granted.num_cached_tokens
         self._actions.append(Start(attempt.header.key, attempt.request, commit, cached))
 
     def _give_up(self, attempt: DecodeAttempt, reason: str) -> None:

@@ -24,7 +24,7 @@ PROTOCOL_VERSION: Final = 3
 """Version of all messages: raise it with any change of a name, a field, a type or a limit."""
 
 MAX_PART_BLOCKS: Final = 32
-"""Most blocks of one part; it bounds D's staging memory, however long the prompt is."""
+"""Most blocks of P in one part; it bounds D's staging memory, however long the prompt is."""
 
 MAX_MISSING: Final = 1024
 """Most missing parts that one RENEW names; the next RENEW names the rest."""
@@ -124,7 +124,7 @@ class Ask(Message):
     Attributes:
         prompt: little-endian int32 tokens.
         namespace: requests share blocks only within a namespace.
-        block_size: P's block size; D refuses any but its own.
+        block_size: P's block size; a part has whole blocks of this size.
         num_groups: number of layer groups that P sends separately.
         max_new_tokens, priority: of the request; D's admission uses them.
     """
@@ -139,9 +139,15 @@ class Ask(Message):
 
 @dataclass(frozen=True, slots=True)
 class Grant(Message):
-    """D has reserved blocks; P sends the prompt's blocks from first_block on."""
+    """D has reserved blocks; P sends the rest of the prompt.
+
+    Attributes:
+        first_block: first block that D lacks, of D's size.
+        block_size: D's block size; each part but the last ends where blocks of both sizes end.
+    """
 
     first_block: int
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +162,7 @@ class Refuse(Message):
     "others wait"     number of requests that wait for room ahead of it, and 0
     "draining"        0 and 0: D admits nothing
     "too large"       blocks of the request at its full length, and blocks of the pool
-    "block size"      block sizes of P and D
+    "block size"      block sizes of P and D: a part would need too many blocks to end with both
     "malformed"       0 and 0: not a request, or not one that D's model can take; see ``detail``
     "version"         protocol versions of P and D
     ================  ==============================================================================
@@ -170,7 +176,7 @@ class Refuse(Message):
 
 @dataclass(frozen=True, slots=True)
 class Send(Message):
-    """P serves a part: consecutive blocks of the prompt, in one group of layers."""
+    """P serves a part: consecutive blocks of the prompt, of P's size, in one group of layers."""
 
     part: int
     first_block: int

@@ -25,6 +25,7 @@ from .messages import (
     Refuse,
     Renew,
 )
+from .part_cut import PartCut
 from .states import PREFILL_MOVES, PrefillState
 
 Order: TypeAlias = Literal["early", "prefill_complete"]
@@ -288,13 +289,18 @@ class PrefillSide:
     def _granted(self, attempt: PrefillAttempt, grant: Grant) -> None:
         header = grant.header
         attempt.header = replace(attempt.header, peer_epoch=header.epoch, grant=header.grant)
-        num_blocks = attempt.lease.num_blocks
-        if not 0 <= grant.first_block <= num_blocks:
-            reason = f"granted from block {grant.first_block} on, of a prompt of {num_blocks}"
+        length, num_cached = len(attempt.tokens), grant.first_block * grant.block_size
+        cut = PartCut(attempt.ask.block_size, grant.block_size, length, num_cached)
+        if not (0 <= grant.first_block <= -(-length // grant.block_size) and cut.is_possible):
+            reason = (
+                f"granted from block {grant.first_block} of {grant.block_size} tokens on, of a "
+                f"prompt of {length} in blocks of {cut.sent_block_size}"
+            )
             self.abort(header.key, reason)
             return
-        attempt.next_block = [grant.first_block] * self._num_groups
-        computed = len(attempt.tokens)
+        attempt.cut = cut
+        attempt.next_block = [cut.first_block] * self._num_groups
+        computed = length
         if attempt.sampled is None:
             self._compute(attempt, PrefillState.COMPUTING)
             hit = attempt.lease.num_shared_blocks * self._manager.block_size
@@ -328,8 +334,7 @@ class PrefillSide:
 
     def _offer(self, attempt: PrefillAttempt, group: int, num_tokens: int) -> None:
         """Offer the blocks that the first num_tokens tokens fill and D lacks."""
-        block_size = self._manager.block_size
-        while (part := attempt.next_part(group, num_tokens, block_size)) is not None:
+        while (part := attempt.next_part(group, num_tokens)) is not None:
             offer, send = part
             self._actions.append(offer)
             self._post(attempt, send)

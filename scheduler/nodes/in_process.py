@@ -10,6 +10,7 @@ from typing import Final
 from ...kvcache import RequestTooLargeError
 from ..gateway.gateway import Gateway, RunAttempt
 from ..gateway.retries import Cancel
+from ..gateway.router import CacheSize
 from ..handoff import AttemptKey, DecodeFailed, Finished, Hits, NodeId, PrefillFailed, Started
 from ..models import Params
 from ..request import Request
@@ -57,7 +58,6 @@ class Disaggregated:
         self._clock = clock
         self._is_resetting = False
         self._gateway = Gateway(
-            prefill[0].manager.block_size,
             max_attempts=max_attempts,
             backoff_s=backoff_s,
             request_s=request_s,
@@ -195,11 +195,12 @@ class Disaggregated:
         return self.prefill[peer] if peer in self.prefill else self.decode[peer]
 
     def _register(self, peer: NodeId) -> None:
-        num_blocks = self._node(peer).manager.num_blocks
+        manager = self._node(peer).manager
+        size = CacheSize(manager.num_blocks, manager.block_size)
         if peer in self.prefill:
-            self._gateway.add_prefill(peer, num_blocks)
+            self._gateway.add_prefill(peer, size)
         else:
-            self._gateway.add_decode(peer, num_blocks)
+            self._gateway.add_decode(peer, size)
 
     def _deliver(self, peer: NodeId) -> None:
         """Deliver a node's messages to other nodes, and its reports to the gateway."""

@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from ...kvcache import BlockArrays
 from ...kvcache.copies.block_copies import BlockCopies, CopyKind, exact_pieces
 from ..engine import ModelRunner, make_storage_namespace
 from ..engine.programs import layers_of
-from ..handoff import MAX_PART_BLOCKS
+from ..handoff import MAX_PART_BLOCKS, Sent
 from .transport import ArraySpec, Descriptor, PayloadArray
 from .transport.descriptors import digest_namespace, is_ready
 
@@ -25,7 +26,9 @@ class KVParts:
         21 blocks    16 | 4 | 1    of each piece, each layer's K, then each layer's V:
                                    [blocks, kv_heads, block_size, head_dim]
 
-    The groups have nearly equal numbers of layers, see `layers_of`.
+    The groups have nearly equal numbers of layers, see `layers_of`. A part has blocks of the
+    prefill node's size. A decode node with another size cuts and joins them on the host, with
+    NumPy, so that nothing is compiled for a size that is met while serving.
 
     Attributes:
         weights_revision: name of the weights of the parts.
@@ -52,7 +55,8 @@ class KVParts:
         with runner.warming_up():
             for group in range(num_groups):
                 self._copies_of(layers_of(len(pools), group, num_groups))
-        self._block_shape = tuple(pools[0].shape[1:])
+        heads, self._block_size, head_dim = pools[0].shape[1:]
+        self._block_shape = heads, self._block_size, head_dim
         self._dtype = str(pools[0].dtype)
         sharding = runner.arrays.keys[0].sharding
         device_set: Any = sharding.device_set
@@ -71,18 +75,26 @@ class KVParts:
     def set_revision(self, weights_revision: str) -> None:
         """Set the name of the weights. Parts of other weights are refused."""
         runner = self._runner
-        namespace = make_storage_namespace(
-            runner.model, weights_revision, runner.manager.block_size
-        )
         self.weights_revision = weights_revision
+        # The same for all sizes of blocks: the shapes tell them apart.
+        namespace = make_storage_namespace(runner.model, weights_revision, block_size=1)
         self._namespace_digest = digest_namespace(namespace.digest())
 
-    def describe(self, num_blocks: int, group: int = 0, num_groups: int = 1) -> Descriptor:
-        """Describe the arrays of a part of so many blocks in one group of layers."""
+    def describe(
+        self, num_blocks: int, group: int = 0, num_groups: int = 1, block_size: int | None = None
+    ) -> Descriptor:
+        """Describe the arrays of a part of so many blocks in one group of layers.
+
+        The blocks have block_size tokens; None: as those of this node.
+        """
         layers = self._layers_of(group, num_groups)
+        heads, own_size, head_dim = self._block_shape
         specs = [
-            ArraySpec((piece.stop - piece.start, *self._block_shape), self._dtype)
-            for piece in exact_pieces(num_blocks, self._max_blocks)
+            ArraySpec(
+                (piece.stop - piece.start, heads, block_size or own_size, head_dim), self._dtype
+            )
+            # The sender's pieces, which do not depend on the number of this node's blocks.
+            for piece in exact_pieces(num_blocks, MAX_PART_BLOCKS)
             for _ in range(2 * (layers.stop - layers.start))
         ]
         return Descriptor(tuple(specs), num_blocks, 0, self._namespace_digest)
@@ -105,19 +117,43 @@ class KVParts:
         arrays: Sequence[PayloadArray],
         group: int = 0,
         num_groups: int = 1,
+        sent: Sent | None = None,
     ) -> None:
         """Scatter the arrays of `read` into blocks, before every step that is dispatched later.
 
         The arrays must not change until `is_idle`.
+
+        Args:
+            blocks: blocks of this node.
+            arrays: the arrays of a part.
+            group, num_groups: its layers.
+            sent: its blocks; None: as many as blocks, of the same size.
         """
         layers = self._layers_of(group, num_groups)
         num_pools = 2 * (layers.stop - layers.start)
+        if sent is not None and sent.block_size != self._block_size:
+            arrays = self._cut_and_join(arrays, num_pools, len(blocks), sent.num_skipped_tokens)
         with self._runner.counting_compilations():
             copies, pools = self._copies_of(layers), self._pools_of(layers)
             for number, ids in enumerate(self._pieces(blocks)):
                 piece = arrays[number * num_pools : (number + 1) * num_pools]
                 copies.scatter(pools, piece, ids, len(ids))
         self._replace(layers, pools)
+
+    def _cut_and_join(
+        self,
+        arrays: Sequence[PayloadArray],
+        num_pools: int,
+        num_blocks: int,
+        num_skipped_tokens: int,
+    ) -> list[PayloadArray]:
+        """Return the arrays that `read` would return if the sender had blocks of this size."""
+        pools = []
+        for pool in range(num_pools):
+            sent = np.concatenate([np.asarray(each) for each in arrays[pool::num_pools]])
+            pools.append(cut_and_join(sent, num_skipped_tokens, num_blocks, self._block_size))
+        pieces = exact_pieces(num_blocks, self._max_blocks)
+        return [pool[piece] for piece in pieces for pool in pools]
 
     def is_idle(self) -> bool:
         """Whether all dispatched copies and steps have ended."""
@@ -150,3 +186,25 @@ class KVParts:
             self._copies[num_layers] = BlockCopies(pools, self._max_blocks, [self._kind])
             self._replace(layers, pools)
         return self._copies[num_layers]
+
+
+def cut_and_join(
+    sent: npt.NDArray[Any], num_skipped_tokens: int, num_blocks: int, block_size: int
+) -> npt.NDArray[Any]:
+    """Cut the tokens of some blocks into blocks of another size.
+
+    Args:
+        sent: `[sent_blocks, kv_heads, sent_block_size, head_dim]`.
+        num_skipped_tokens: tokens to leave out at the start.
+        num_blocks, block_size: of the result. It may have more tokens, which are 0, or fewer.
+
+    Returns:
+        `[num_blocks, kv_heads, block_size, head_dim]`.
+    """
+    _, heads, _, head_dim = sent.shape
+    tokens = sent.transpose(1, 0, 2, 3).reshape(heads, -1, head_dim)
+    tokens = tokens[:, num_skipped_tokens : num_skipped_tokens + num_blocks * block_size]
+    whole = np.zeros((heads, num_blocks * block_size, head_dim), sent.dtype)
+    whole[:, : tokens.shape[1]] = tokens
+    blocks = whole.reshape(heads, num_blocks, block_size, head_dim)
+    return np.ascontiguousarray(blocks.transpose(1, 0, 2, 3))

@@ -30,7 +30,8 @@ class KVReceiver:
     def pull(self, pull: Pull, info: PullInfo) -> None:
         """Begin to pull a part."""
         self._pulls[pull.part_id] = pull
-        expected = self._kv.describe(len(pull.blocks), pull.group, pull.num_groups)
+        sent = pull.sent
+        expected = self._kv.describe(sent.num_blocks, pull.group, pull.num_groups, sent.block_size)
         self._transport.pull(pull.part_id, info, expected, timeout_s=self._timeout_s)
 
     def cancel(self, cancel: CancelPull) -> None:
@@ -40,7 +41,7 @@ class KVReceiver:
     def received(self, event: Received, num_started: int) -> None:
         """Copy a received part into its granted blocks, after num_started steps in all."""
         pull = self._pulls.pop(event.part_id)
-        self._kv.write(pull.blocks, event.arrays, pull.group, pull.num_groups)
+        self._kv.write(pull.blocks, event.arrays, pull.group, pull.num_groups, pull.sent)
         self._written.append((event.part_id, num_started))
 
     def failed(self, event: PullFailed) -> None:

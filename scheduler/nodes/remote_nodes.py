@@ -27,7 +27,6 @@ class RemoteNodes:
         self,
         channel: ZmqChannel,
         *,
-        block_size: int,
         model: str | None = None,
         silence_s: float = 5.0,
         max_attempts: int = 3,
@@ -41,7 +40,6 @@ class RemoteNodes:
 
         Args:
             channel: a channel named ``gateway_messages.GATEWAY``; nodes connect to its address.
-            block_size: tokens per block; nodes with another are refused.
             model: ``ModelConfig.name``; nodes with another are refused. None: the first node
             decides.
             silence_s: time after which a silent node counts as gone, and an attempt fails that its
@@ -54,7 +52,6 @@ class RemoteNodes:
         self._channel = channel
         self._clock = clock
         self._gateway = NetworkGateway(
-            block_size,
             model=model,
             silence_s=silence_s,
             max_attempts=max_attempts,

@@ -115,12 +115,17 @@ class Withdraw(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """D reads a part from P into these blocks, in one group of layers."""
+    """D reads a part from P into these blocks, in one group of layers.
+
+    Attributes:
+        num_skipped: leading tokens of the part that D has and does not write.
+    """
 
     peer: str
     part: Part
     blocks: Sequence[int]
     group: int
+    num_skipped: int = 0
 
 
 class CancelPull(NamedTuple):

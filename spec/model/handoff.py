@@ -191,6 +191,31 @@ def prefixes(tokens: Tokens, block_size: int) -> list[Tokens]:
     return [tokens[:end] for end in ends]
 
 
+def cut_and_join(
+    sent: Sequence[Tokens], sent_size: int, num_skipped: int, block_size: int
+) -> list[Tokens]:
+    """Return the contents of blocks that get the tokens of others, of another size.
+
+    A block that gets tokens of different prefixes holds ().
+
+    Args:
+        sent: contents of consecutive blocks of sent_size tokens.
+        sent_size: tokens in a block that is sent.
+        num_skipped: leading tokens that are not written.
+        block_size: tokens in a block that is written.
+    """
+    if sent_size == block_size and not num_skipped:
+        return list(sent)
+    start = (len(sent[0]) - 1) // sent_size * sent_size
+    content = []
+    for first in range(num_skipped, len(sent[-1]) - start, block_size):
+        stop = first + block_size
+        parts = sent[first // sent_size : -(-stop // sent_size)]
+        is_one = all(each and parts[-1][: len(each)] == each for each in parts)
+        content.append(parts[-1][: start + stop] if is_one else ())
+    return content
+
+
 class Memory:
     """The prefix whose KV each block of a tier holds, in each group of layers."""
 

@@ -82,9 +82,7 @@ class Deployment:
         ends: dict[str, FakeChannel] = {}
         new_channel = partial(FramedChannel, ends, clock=self._clock)
         gateway = new_channel(GATEWAY)
-        self.nodes = RemoteNodes(
-            gateway, block_size=BLOCK, silence_s=SILENCE_S, stream=True, clock=self._clock
-        )
+        self.nodes = RemoteNodes(gateway, silence_s=SILENCE_S, stream=True, clock=self._clock)
         exchange, model = InProcessExchange(), smallest_engine()._runner.model
         sizes = {**SIZES, "num_blocks": num_blocks, "max_model_len": MAX_MODEL_LEN}
         sizes |= {"epoch": 1, "now": 0.0, "timing": TIMING, "block_size": BLOCK}

@@ -15,6 +15,7 @@ from radixkv.kvcache.storage.files.lru_index import LruIndex, ScannedValue
 from radixkv.kvcache.storage.operation_table import OperationTable
 from radixkv.scheduler import MixedScheduler, Request
 from radixkv.scheduler.gateway.gateway import Gateway, RunAttempt
+from radixkv.scheduler.gateway.router import CacheSize
 from radixkv.scheduler.handoff import DecodeSide, Hits, Post, PrefillSide, Timing
 from radixkv.scheduler.handoff.messages import AttemptKey
 from radixkv.scheduler.nodes.transport.staging import StagingPool
@@ -230,9 +231,9 @@ def waiting_requests(num_waiting: int) -> Operations:
 
 def open_requests(num_open: int) -> Operations:
     """A gateway with requests that nodes work at."""
-    gateway = Gateway(BLOCK, backoff_s=1.0, request_s=1e9)
-    gateway.add_prefill("p0", 1_000)
-    gateway.add_decode("d0", 1_000)
+    gateway = Gateway(backoff_s=1.0, request_s=1e9)
+    gateway.add_prefill("p0", CacheSize(1_000, BLOCK))
+    gateway.add_decode("d0", CacheSize(1_000, BLOCK))
     gateway.tick(0.0)
     for number in range(num_open):
         gateway.add_request(Request(str(number), [number, 2, 3], 2), 0.0)

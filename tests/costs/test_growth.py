@@ -14,6 +14,7 @@ from radixkv.kvcache.storage import Kind, Status, StorageNamespace
 from radixkv.kvcache.storage.operation_table import OperationTable
 from radixkv.scheduler import MixedScheduler, Request
 from radixkv.scheduler.gateway.gateway import Gateway, RunAttempt
+from radixkv.scheduler.gateway.router import CacheSize
 from radixkv.scheduler.handoff import Hits
 from radixkv.scheduler.serving.engine_thread import EngineThread
 
@@ -87,11 +88,11 @@ def schedulers() -> Iterator[object]:
 
 def gateways() -> Iterator[object]:
     """A gateway whose attempts end, are refused, are lost and are aborted."""
-    gateway = Gateway(2, backoff_s=1.0, request_s=100.0)
+    gateway = Gateway(backoff_s=1.0, request_s=100.0)
     number, now = 0, 0.0
     while True:
-        gateway.add_prefill("p0", 40)
-        gateway.add_decode("d0", 40)
+        gateway.add_prefill("p0", CacheSize(40, 2))
+        gateway.add_decode("d0", CacheSize(40, 2))
         for _ in range(PER_DRAIN):
             number += 1
             gateway.add_request(Request(f"r{number}", prompt(number % 3), 1), now)

@@ -29,7 +29,7 @@ from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
 from radixkv.scheduler.request import Request
 
 from .node_faults import NEW_TOKENS, expected, prompt_of
-from .small import NODE_OPTIONS, SIZES
+from .small import NODE_OPTIONS
 
 PREFILL: Final = ("prefill-0", "prefill-1", "prefill-2")
 DECODE: Final = ("decode-0", "decode-1")
@@ -132,9 +132,7 @@ class Deployment:
         bind = f"{ADDRESSES[GATEWAY]}:5557"
         channel = ZmqChannel(GATEWAY, epoch=1, bind=bind, secret=self.processes.secret)
         self.channel = stack.enter_context(closing(channel))
-        self.nodes = RemoteNodes(
-            self.channel, block_size=SIZES["block_size"], silence_s=SILENCE_S, max_attempts=3
-        )
+        self.nodes = RemoteNodes(self.channel, silence_s=SILENCE_S, max_attempts=3)
         self.num_right = self.num_restarts = 0
         self.longest_s = 0.0
         self.failures: list[str] = []

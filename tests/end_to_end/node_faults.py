@@ -97,7 +97,6 @@ class Pair:
         )
         self.nodes = RemoteNodes(
             self.gateway_channel,
-            block_size=SIZES["block_size"],
             silence_s=SILENCE_S,
             max_attempts=999,
         )

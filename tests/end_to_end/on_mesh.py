@@ -149,13 +149,13 @@ def collectives(program: str) -> list[tuple[str, int]]:
 
 
 def on_nodes(prefill: Model, decode: Model) -> dict[str, Any]:
-    """Serve with two nodes."""
+    """Serve with two nodes, whose blocks differ in size, too."""
     exchange, ticks = InProcessExchange(), count()
-    sizes = {"block_size": 4, "num_blocks": 64, "max_model_len": 40, "timing": Timing(), **SIZES}
+    sizes = {"num_blocks": 64, "max_model_len": 40, "timing": Timing(), **SIZES}
     options: dict[str, Any] = {**sizes, "epoch": 1, "now": 0.0}
     nodes = (
-        PrefillEngine(prefill, InProcessTransport(exchange), **options),
-        DecodeEngine(decode, InProcessTransport(exchange), **options),
+        PrefillEngine(prefill, InProcessTransport(exchange), block_size=4, **options),
+        DecodeEngine(decode, InProcessTransport(exchange), block_size=6, **options),
     )
     front = Disaggregated([nodes[0]], [nodes[1]], clock=lambda: next(ticks) * 0.001)
     requests = [

@@ -81,7 +81,6 @@ class Stayers:
         self._gateway_channel = self._channel(GATEWAY, stack)
         self.gateway = RemoteNodes(
             self._gateway_channel,
-            block_size=4,
             silence_s=SILENCE_S,
             max_attempts=999,  # a node that is slow is silent for a while, by the test's clock
             clock=lambda: self.now,

@@ -32,7 +32,7 @@ from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
 from radixkv.scheduler.request import Request
 
 from .node_faults import NEW_TOKENS, expected, prompt_of
-from .small import NODE_OPTIONS, SIZES
+from .small import NODE_OPTIONS
 
 NUM_FILES: Final = 1024
 SILENCE_S: Final = 2.0
@@ -93,7 +93,6 @@ class Cluster:
         self.channel = stack.enter_context(closing(channel))
         self.nodes = RemoteNodes(
             self.channel,
-            block_size=SIZES["block_size"],
             silence_s=SILENCE_S,
             max_attempts=999,
         )

@@ -180,9 +180,9 @@ def test_numbers_out_of_range_are_refused(name, number):
 )
 def test_nodes_refuse_what_they_cannot_send(asked, text):
     with pytest.raises(RequestError) as refused:
-        Gateway(4).add_request(Request("a", [1], **asked), 0.0)
+        Gateway().add_request(Request("a", [1], **asked), 0.0)
     assert str(refused.value) == f"request 'a': {text}"
-    Gateway(4).add_request(Request("a", [1], 24966, logprobs=20), 0.0)
+    Gateway().add_request(Request("a", [1], 24966, logprobs=20), 0.0)
 
 
 @pytest.mark.parametrize("stream", [False, True])

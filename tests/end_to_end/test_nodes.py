@@ -87,9 +87,7 @@ def cluster(
             for name in names:
                 start(name)
             # As many attempts as it takes: a node that is slow is silent for a while, too.
-            nodes = RemoteNodes(
-                channel, block_size=SIZES["block_size"], silence_s=SILENCE_S, max_attempts=100
-            )
+            nodes = RemoteNodes(channel, silence_s=SILENCE_S, max_attempts=100)
             while set(nodes.nodes) != set(names):
                 nodes.step()
                 processes.check()

@@ -25,7 +25,7 @@ from ....kvcache.errors import RequestTooLargeError
 from ....kvcache.manager import CacheManager
 from ...decode import DecodeScheduler
 from ...gateway.retries import Answer, Begin, RequestRetrier
-from ...gateway.router import Route, Router
+from ...gateway.router import CacheSize, Route, Router
 from ...handoff import (
     AttemptKey,
     Finished,
@@ -154,10 +154,9 @@ class _Cluster:
         prefill = {f"p{i}": self._make_node("prefill") for i in range(config.num_prefill)}
         decode = {f"d{i}": self._make_node("decode") for i in range(config.num_decode)}
         self.nodes: dict[str, _Node] = {**prefill, **decode}
+        size = CacheSize(self.num_blocks, block_size)
         self.router = Router(
-            block_size,
-            prefill=dict.fromkeys(prefill, self.num_blocks),
-            decode=dict.fromkeys(decode, self.num_blocks),
+            prefill=dict.fromkeys(prefill, size), decode=dict.fromkeys(decode, size)
         )
         self.retrier = RequestRetrier(max_attempts=1, backoff_s=_BACKOFF_S, request_s=_NEVER_S)
         self.accounts = ClusterAccounts(block_size)

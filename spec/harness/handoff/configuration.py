@@ -57,6 +57,8 @@ def draw_config(below: Below) -> Config:
         }  # fmt: skip
     if config["host_blocks"] and below(2):
         config |= {"storage": True, "host_blocks": (config["host_blocks"], AMPLE_HOST)[below(2)]}
+    if not config.get("storage") and below(3) == 0:
+        config["decode_block_size"] = 1 + below(4)
     factors = [(1, 10, 10, 10, 30)[below(5)] for _ in FAVOURED]
     config["rare"] = [word for word, each in zip(FAVOURED, factors, strict=True) if each == 1]
     config["often"] = [word for word, each in zip(FAVOURED, factors, strict=True) if each == 30]

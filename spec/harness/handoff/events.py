@@ -107,12 +107,14 @@ def _act(world: HandoffState, node: LiveNode, action: Action) -> None:
             world.model.offered(part.key)
         case Withdraw(attempt):
             node.withdrawn.append(attempt)
-        case Pull(peer, part, blocks, group):
+        case Pull(peer, part, blocks, group, num_skipped):
             world.model.pulled(node.name, part.key)
             node.model.filled(blocks, part.attempt)
             world.situations["block sent"] += len(blocks)
             name = world.unique(f"{part.attempt}.part{part.number}")
-            world.transfers.append(Transfer(name, node.name, peer, part, list(blocks), group))
+            world.transfers.append(
+                Transfer(name, node.name, peer, part, list(blocks), group, num_skipped)
+            )
         case CancelPull(part):
             for transfer in world.transfers:
                 transfer.may_fence |= transfer.node == node.name and transfer.part.key == part.key
@@ -155,7 +157,7 @@ def _check_grant(world: HandoffState, node: LiveNode, model: DecodeModel, messag
         if not world.config["host_blocks"]:
             model.admitted(attempt.rpartition(".")[0], node.room, world.now)
         if not (world.in_tick and world.config["host_blocks"]):
-            model.published.hit(prompt, first_block * world.block_size, attempt)
+            model.published.hit(prompt, first_block * world.decode_block_size, attempt)
         if world.config["host_blocks"] >= AMPLE_HOST:
             faults = node.num_faults + world.num_lost
             is_due = model.grants_the_rest(attempt, first_block, faults, world.now)

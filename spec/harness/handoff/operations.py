@@ -61,6 +61,7 @@ from ...model.handoff import (
     PrefillModel,
     Request,
     Tokens,
+    cut_and_join,
 )
 from ...rules.handoff import X14
 from ...rules.rule import require
@@ -103,7 +104,7 @@ def submit(
 
 def _add_request(world: HandoffState, name: str) -> None:
     config, request = world.config, world.requests[name]
-    most = world.block_size * min(config["prefill_blocks"], config["decode_blocks"])
+    most = _num_tokens(world)
     deadline = world.now + config["request_s"]
     world.model.submitted(name, deadline, is_hopeless=len(request.prompt) > most)
     world.gateway.submit(
@@ -361,7 +362,8 @@ def pull_write(world: HandoffState, name: str) -> bool:
     if transfer is None or content is None or world.is_severed(transfer.node, transfer.peer):
         return False
     device = _puller(world, transfer).model.device
-    device.put(transfer.blocks, transfer.group, content)
+    sizes = world.block_size, transfer.num_skipped, device.block_size
+    device.put(transfer.blocks, transfer.group, cut_and_join(content, *sizes))
     world.situations["late write"] += transfer.may_fence
     transfer.written = True
     return True
@@ -502,9 +504,15 @@ def interrupt(
 
 def _fits(world: HandoffState, name: str, prompt: Sequence[int], max_new_tokens: int) -> bool:
     """Whether a new request is valid, and each node has enough blocks for it."""
-    blocks = min(world.config["prefill_blocks"], world.config["decode_blocks"])
     is_valid = name not in world.requests and prompt and max_new_tokens > 0
-    return bool(is_valid) and len(prompt) + max_new_tokens <= blocks * world.block_size
+    return bool(is_valid) and len(prompt) + max_new_tokens <= _num_tokens(world)
+
+
+def _num_tokens(world: HandoffState) -> int:
+    """Return how many tokens of a request each node can hold."""
+    on_prefill = world.block_size * world.config["prefill_blocks"]
+    on_decode = world.decode_block_size * world.config["decode_blocks"]
+    return int(min(on_prefill, on_decode))
 
 
 def drain_all(world: HandoffState) -> bool:

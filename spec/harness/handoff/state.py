@@ -89,6 +89,7 @@ class Transfer:
         ended: whether its end was reported to D.
         hangs: whether it ends only when it is cancelled.
         may_fence: whether it has ended or was cancelled.
+        num_skipped: leading tokens of the part that are not written.
         crashed_source: contents of P's blocks when it crashed, which may still be written.
     """
 
@@ -98,6 +99,7 @@ class Transfer:
     part: Part
     blocks: list[int]
     group: int
+    num_skipped: int
     written: bool = False
     ended: bool = False
     hangs: bool = False
@@ -193,6 +195,7 @@ class HandoffState(ABC):
         self.config = config
         self.system = factory(config)
         self.block_size: int = config["block_size"]
+        self.decode_block_size: int = config.get("decode_block_size") or self.block_size
         self.num_groups: int = config["num_groups"]
         self.now = 0
         self.in_tick = False
@@ -231,7 +234,7 @@ class HandoffState(ABC):
             model = PrefillModel(name, self.num_groups, self.block_size)
         else:
             most = self.system.max_overtaken
-            sizes = self.num_groups, self.block_size
+            sizes = self.num_groups, self.decode_block_size
             model = DecodeModel(name, *sizes, most, patience=SILENCE, memory=REMEMBER)
         return LiveNode(name, epoch, target, target.status(), model)
 

@@ -322,14 +322,14 @@ def run_without_nodes_extra(*arguments: object) -> subprocess.CompletedProcess[s
 def wait_for(gateway: ZmqChannel, *statuses: NodeStatus, timeout_s: float = 0.0) -> str:
     """What the command says when one node of each role is wanted, and these come."""
     arguments = argparse.Namespace(prefill=None, decode=None)
+    nodes = RemoteNodes(gateway, silence_s=60.0)
     with ExitStack() as stack:
         for place, status in enumerate(statuses):
             node = stack.enter_context(closing(ZmqChannel(f"node-{place}", epoch=next(EPOCHS))))
             node.connect(GATEWAY, gateway.address)
             node.send(GATEWAY, status)
-        nodes = RemoteNodes(gateway, block_size=4, silence_s=60.0)
-        while len(nodes.nodes) < len(statuses):
-            nodes.step()
+            while len(nodes.nodes) <= place:
+                nodes.step()
         with pytest.raises((BadInputError, NodesMissingError)) as error:
             generate_on_nodes.wait_for(nodes, arguments, timeout_s)
     return str(error.value)
@@ -357,7 +357,7 @@ def test_a_gateway_says_that_nodes_have_another_secret(
         closing(ZmqChannel("node-0", epoch=1, secret=theirs)) as node,
     ):
         node.connect(GATEWAY, gateway.address)
-        nodes = RemoteNodes(gateway, block_size=4)
+        nodes = RemoteNodes(gateway)
         while not nodes.has_refused_secrets:  # where one has none, only some connections say so
             node.send(GATEWAY, PREFILL)
             nodes.step()
@@ -384,12 +384,16 @@ def test_a_gateway_refuses_a_node_of_another_version(monkeypatch: pytest.MonkeyP
 
 def test_a_gateway_says_which_nodes_it_lacks_or_refuses() -> None:
     prefill = NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64, "m")
-    decode = NodeStatus("decode", "127.0.0.1:2", "nixl", 8, 64, "m")
+    decode = NodeStatus("decode", "127.0.0.1:2", "jax", 129, 64, "m")
     with closing(ZmqChannel(GATEWAY, epoch=1)) as gateway:
         lacks = "after 0 s there are {} of 1 prefill nodes and 0 of 1 decode nodes"
         assert wait_for(gateway) == lacks.format(0)
         assert wait_for(gateway, prefill) == lacks.format(1)
-        assert wait_for(gateway, decode) == ("node-0 is refused: it has blocks of 8 tokens, not 4")
+        said = (
+            "node-1 is refused: its blocks of 129 tokens, and those of node-0 of 4, have no common "
+            "end within 32 blocks"
+        )
+        assert wait_for(gateway, prefill, decode) == said
 
 
 def test_a_gateway_ends_when_the_only_nodes_are_gone(

@@ -8,6 +8,7 @@ from typing import Final
 P: Final = "handoff/prefill_side.py"
 D: Final = "handoff/decode_side.py"
 ATTEMPTS: Final = "handoff/attempts.py"
+CUT: Final = "handoff/part_cut.py"
 DECODE: Final = "decode.py"
 BATCH: Final = "batching/batch.py"
 GATEWAY: Final = "gateway/gateway.py"
@@ -169,7 +170,7 @@ BUGS: Final = [
     bug(
         "D asks for blocks that it has",
         D,
-        ("attempt.first_block = attempt.lease.num_shared_blocks", "attempt.first_block = 0"),
+        ("num_cached = attempt.lease.num_shared_blocks * block_size", "num_cached = 0"),
     ),
     bug(
         "P computes again what it hits",
@@ -320,16 +321,34 @@ BUGS: Final = [
     ),
     bug(
         "a partial last block is not sent",
-        ATTEMPTS,
+        CUT,
+        ("        if stop == self.num_tokens:\n", "        if False:\n"),
+    ),
+    bug(
+        "a part ends within a block of D",
+        CUT,
+        ("stop // self._common * self._common //", "stop //"),
+        ("is_end = stop == self.num_blocks or self._is_common(stop)", "is_end = True"),
+        ("is_start = first == self.first_block or self._is_common(first)", "is_start = True"),
+    ),
+    bug(
+        "D writes the tokens that it has into its next blocks",
+        CUT,
+        ("            start - first * self.sent_block_size,\n", "            0,\n"),
+    ),
+    bug(
+        "D writes a part from the first block on that the part touches",
+        CUT,
         (
-            "last = -(-num_tokens // block_size) if is_all else num_tokens // block_size",
-            "last = num_tokens // block_size",
+            "start = max(first * self.sent_block_size, self.num_cached_tokens)",
+            "start = first * self.sent_block_size",
         ),
     ),
     bug(
         "a part may be written into shared blocks",
-        ATTEMPTS,
-        ("is_granted = self.first_block <= first < stop", "is_granted = 0 <= first < stop"),
+        CUT,
+        ("is_start = first == self.first_block or", "is_start ="),
+        ("return self.first_block <= first < stop", "return 0 <= first < stop"),
     ),
     bug(
         "D starts an incomplete prompt",

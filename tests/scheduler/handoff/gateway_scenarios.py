@@ -46,7 +46,7 @@ class GatewayHarness:
 
     def __init__(self, h: ModuleType, **options: Any) -> None:
         self.h, self.now = h, 0.0
-        self.gateway = gateway_of(h).network_gateway.NetworkGateway(2, **options)
+        self.gateway = gateway_of(h).network_gateway.NetworkGateway(**options)
         for name, role in ((P, "prefill"), (D, "decode")):
             self.send_status(name, role)
         self.sent()

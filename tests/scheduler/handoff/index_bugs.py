@@ -92,9 +92,9 @@ INDEX_BUGS: Final = [
         "a node that restarts keeps its index",
         ROUTER,
         (
-            "        nodes[node_id] = _Node(CacheManager(num_blocks, self._block_size))",
+            "        nodes[node_id] = _Node(CacheManager(*size))",
             "        self.old = getattr(self, 'old', {})\n"
-            "        nodes[node_id] = _Node(CacheManager(num_blocks, self._block_size))\n"
+            "        nodes[node_id] = _Node(CacheManager(*size))\n"
             "        index = self.old.setdefault(node_id, CacheIndex())\n"
             "        nodes[node_id].index = index",
         ),

@@ -60,7 +60,7 @@ class IndexWorld:
             self.start_node(name)
 
     def start_gateway(self) -> None:
-        self.gateway = self.gateway_module.NetworkGateway(BLOCK_SIZE, silence_s=SILENCE_S)
+        self.gateway = self.gateway_module.NetworkGateway(silence_s=SILENCE_S)
 
     def start_node(self, name: str) -> None:
         """Start a node, or another process of it, with an empty cache."""

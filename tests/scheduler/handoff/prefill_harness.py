@@ -31,7 +31,7 @@ def posted(p: PrefillScheduler, kind: type) -> list[Any]:
 
 
 def grant(p: PrefillScheduler, name: str = "a", first_block: int = 0, number: int = 1) -> None:
-    p.receive("d0", Grant(Header(AttemptKey(name, 1), 7, 1, number), first_block))
+    p.receive("d0", Grant(Header(AttemptKey(name, 1), 7, 1, number), first_block, 2))
 
 
 def step(p: PrefillScheduler, token: int = 1) -> list[tuple[str, int, int]]:

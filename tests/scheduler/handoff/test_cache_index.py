@@ -14,7 +14,7 @@ from radixkv.kvcache.events import hash_blocks
 from radixkv.scheduler import handoff
 from radixkv.scheduler.errors import RoutingError
 from radixkv.scheduler.gateway.cache_index import CacheIndex, CacheReporter
-from radixkv.scheduler.gateway.router import Route, Router
+from radixkv.scheduler.gateway.router import CacheSize, Route, Router
 from radixkv.scheduler.handoff import AttemptKey
 from radixkv.scheduler.handoff.gateway_messages import MAX_UPDATE_BLOCKS, CacheAsk
 from radixkv.spec.rules.events import K9
@@ -97,7 +97,8 @@ def test_a_late_ask_is_not_answered_and_storage_is_not_indexed() -> None:
 
 
 def test_a_request_goes_to_the_node_that_says_it_has_the_prefix() -> None:
-    router = Router(1, prefill={"p0": 10, "p1": 10}, decode={"d0": 10, "d1": 10})
+    size = CacheSize(10, 1)
+    router = Router(prefill={"p0": size, "p1": size}, decode={"d0": size, "d1": size})
     reporters = {name: CacheReporter() for name in ("p0", "p1", "d0", "d1")}
 
     def tell() -> None:

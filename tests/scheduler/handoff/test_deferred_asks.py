@@ -206,7 +206,7 @@ def test_an_ask_deferred_for_too_long_counts_as_busy() -> None:
 
 def test_a_renew_from_before_the_grant_may_arrive_after_it() -> None:
     p = asking()
-    p.receive("d0", Grant(Header(AttemptKey("a", 1), 1, 5, 1), 0))
+    p.receive("d0", Grant(Header(AttemptKey("a", 1), 1, 5, 1), 0, 2))
     p.take_actions()
     p.receive("d0", Renew(Header(AttemptKey("a", 1), 1, 5)))
     assert p.take_actions() == [], "an ABORT would end what was granted"

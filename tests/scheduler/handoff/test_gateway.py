@@ -7,15 +7,16 @@ import pytest
 from radixkv.scheduler.errors import RequestError, RoutingError
 from radixkv.scheduler.gateway.gateway import Gateway, RunAttempt
 from radixkv.scheduler.gateway.retries import Answer, Begin, Cancel, RequestRetrier
+from radixkv.scheduler.gateway.router import CacheSize
 from radixkv.scheduler.handoff import AttemptKey, Hits
 from radixkv.scheduler.request import Request, RequestStatus
 
 
 def make(*decode: str, now: float = 0.0) -> Gateway:
-    gateway = Gateway(4, backoff_s=1.0, request_s=100.0)
-    gateway.add_prefill("p0", 20)
+    gateway = Gateway(backoff_s=1.0, request_s=100.0)
+    gateway.add_prefill("p0", CacheSize(20, 4))
     for name in decode:
-        gateway.add_decode(name, 20)
+        gateway.add_decode(name, CacheSize(20, 4))
     gateway.tick(now)
     return gateway
 
@@ -70,7 +71,7 @@ def test_requests_wait_for_nodes_to_join() -> None:
     gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
     gateway.tick(0.0)
     assert gateway.take_actions() == [Cancel(AttemptKey("a #0.0", 1))]
-    gateway.add_decode("d0", 20)
+    gateway.add_decode("d0", CacheSize(20, 4))
     assert begin(gateway, now=1.0).route.decode == "d0"
 
 
@@ -132,11 +133,11 @@ def test_a_request_is_added_once() -> None:
 
 
 def test_a_request_has_no_deadline_by_default() -> None:
-    gateway = Gateway(4)
+    gateway = Gateway()
     gateway.add_request(Request("a", [1], 1), 0.0)
     gateway.tick(1e9)
-    gateway.add_prefill("p", 8)
-    gateway.add_decode("d", 8)
+    gateway.add_prefill("p", CacheSize(8, 4))
+    gateway.add_decode("d", CacheSize(8, 4))
     gateway.tick(2e9)
     [run] = [action for action in gateway.take_actions() if isinstance(action, RunAttempt)]
     gateway.started(run.key)
@@ -164,5 +165,5 @@ def test_a_pair_that_does_not_hear_each_other_is_the_last_choice() -> None:
     gateway.add_request(Request("last", [1, 2, 3], 2), 0.0)
     assert begin(gateway).route == ("p0", "d0")
     gateway.remove_node("d1")
-    gateway.add_decode("d1", 20)  # it hears p0 now, as far as anybody knows
+    gateway.add_decode("d1", CacheSize(20, 4))  # it hears p0 now, as far as anybody knows
     assert gateway._unheard == {}

@@ -139,7 +139,7 @@ def test_a_grant_beyond_the_prompt_is_given_back(first_block: int) -> None:
     [grant] = pair.posted(pair.d)
     pair.p.receive(D, replace(grant, first_block=first_block))
     abort, failed = pair.p.take_actions()
-    reason = f"granted from block {first_block} on, of a prompt of 4"
+    reason = f"granted from block {first_block} of 2 tokens on, of a prompt of 7 in blocks of 2"
     assert abort.message.reason == failed.reason == reason
     pair.d.receive(P, abort.message)
     assert pair.are_empty()

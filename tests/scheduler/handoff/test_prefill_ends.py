@@ -41,7 +41,7 @@ def test_what_ends_before_it_is_computed_is_not_matchable(how: str) -> None:
             p.tick(5.0)
         case _:
             grant(p)
-            p.receive("d0", Grant(Header(AttemptKey("a", 1), 8, 1, 1), 0))
+            p.receive("d0", Grant(Header(AttemptKey("a", 1), 8, 1, 1), 0, 2))
     [failed] = [each for each in actions(p) if isinstance(each, PrefillFailed)]
     assert failed.is_busy == (how == "refused")
     assert p.num_open == 0 and not p.has_work
@@ -171,11 +171,11 @@ def test_one_p_speaks_with_several_d() -> None:
         p.begin(request(name, [ord(name)] * 3), peer)
     step(p)
     assert [each.peer for each in actions(p) if isinstance(each, Post)] == ["d0", "d1"]
-    p.receive("d1", Grant(Header(AttemptKey("a", 1), 7, 1, 1), 0))
+    p.receive("d1", Grant(Header(AttemptKey("a", 1), 7, 1, 1), 0, 2))
     [declined] = actions(p)
     assert declined.peer == "d1" and declined.message.reason == "no such attempt is open"
     grant(p, "a")
-    p.receive("d1", Grant(Header(AttemptKey("b", 1), 7, 1, 1), 0))
+    p.receive("d1", Grant(Header(AttemptKey("b", 1), 7, 1, 1), 0, 2))
     assert step(p) == [("a", 0, 3), ("b", 0, 1)]
 
 

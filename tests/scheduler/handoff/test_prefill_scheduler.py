@@ -114,7 +114,7 @@ def test_an_attempt_that_is_refused_is_not_admitted_and_has_no_hits() -> None:
         assert (p.manager.stats().admitted, p.manager.stats().hit_blocks) == (1 + attempt, 0)
     p.begin(request(), "d0", attempt=4)
     step(p)
-    p.receive("d0", Grant(Header(AttemptKey("a", 4), 7, 1, 1), 0))
+    p.receive("d0", Grant(Header(AttemptKey("a", 4), 7, 1, 1), 0, 2))
     step(p)
     stats = p.stats()
     assert (stats.admitted, stats.hit_tokens, stats.prefill_tokens) == (1, 6, 1)

@@ -11,11 +11,21 @@ from hypothesis.stateful import invariant
 
 from radixkv.scheduler import handoff
 from radixkv.scheduler.fuzz import targets
-from radixkv.scheduler.handoff import DECODE_MOVES, PREFILL_MOVES, Commit, DecodeSide, PrefillSide
+from radixkv.scheduler.handoff import (
+    DECODE_MOVES,
+    PREFILL_MOVES,
+    Commit,
+    DecodeSide,
+    PrefillSide,
+    part_cut,
+)
 from radixkv.scheduler.handoff import attempts as attempts_module
 from radixkv.scheduler.request import GREEDY
+from radixkv.spec.harness.engine import Below, Config
 from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.findings.trace_file import TraceFile, read_trace_file
+from radixkv.spec.harness.handoff import world as world_module
+from radixkv.spec.harness.handoff.configuration import draw_config
 from radixkv.spec.harness.handoff.drain import fair_round
 from radixkv.spec.harness.machine import HandoffMachine
 from radixkv.spec.rules.handoff import X16
@@ -61,13 +71,22 @@ def test_random_programs_with_faults_end_well(monkeypatch: pytest.MonkeyPatch) -
     assert counts["preempted"] > 0 and counts["busy"] > 0 and counts["reset"] > 0
     give_up_while_the_host_is_read()  # random programs hardly ever do so in time
     give_up_while_parts_are_served()
+    give_up_before_the_first_part()
     moves = {*PREFILL_MOVES, *DECODE_MOVES}
     assert moves - seen == set()
 
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_programs_with_small_parts_end_well(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(attempts_module, "MAX_PART_BLOCKS", most)
+    """Of so few blocks, only those of the same size end together."""
+
+    def draw_equal(below: Below) -> Config:
+        return {
+            key: value for key, value in draw_config(below).items() if key != "decode_block_size"
+        }
+
+    monkeypatch.setattr(part_cut, "MAX_PART_BLOCKS", most)
+    monkeypatch.setattr(world_module, "draw_config", draw_equal)
     assert run_programs(range(40))["answered"] > 160
 
 
@@ -98,6 +117,15 @@ def give_up_while_parts_are_served() -> None:
     world.apply(["drain"])
 
 
+def give_up_before_the_first_part() -> None:
+    world = SteppedWorld()
+    world.ask([1] * 24, 1)
+    world.step_p()
+    world.arrive()
+    world.apply(["cancel", "r1"])
+    world.apply(["drain"])
+
+
 def test_a_run_is_the_same_again() -> None:
     assert run_random(handoff, 7, 300) == run_random(handoff, 7, 300)
 
@@ -111,7 +139,7 @@ def test_a_finding_is_shrunk_and_replays_from_its_file(
     path = tmp_path / "found.trace.json"
     with monkeypatch.context() as context:
         context.setattr(attempts_module, "Commit", without_seed)
-        runs = (run_random(handoff, seed, NUM_STEPS) for seed in range(100))
+        runs = (run_random(handoff, seed, NUM_STEPS) for seed in range(100, 200))
         findings = (run.finding for run in runs if run.finding is not None)
         found = next(each for each in findings if each.rule == X16.name)  # others: X26
         finding = shrink(subject_of(handoff), found)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager, CountError, Int32Array, RequestTooLargeError, TokenError
 from radixkv.scheduler.errors import RequestError, RoutingError
-from radixkv.scheduler.gateway.router import Route, Router
+from radixkv.scheduler.gateway.router import CacheSize, Route, Router
 from radixkv.scheduler.handoff import AttemptKey
 from radixkv.scheduler.replay.trace import bundled_trace_path, read_trace, tokens
 
@@ -48,7 +48,7 @@ class Outcome:
 
 class Routed(Outcome):
     def __init__(self) -> None:
-        self.router = Router(BLOCK_SIZE, prefill=NODES, decode={"d0": 10_000})
+        self.router = Router(prefill=sizes(NODES), decode=sizes({"d0": 10_000}))
         super().__init__(self.choose)
 
     def choose(self, request_id: str, prompt: Int32Array) -> str:
@@ -91,8 +91,13 @@ def route(prefill: str, decode: str) -> Route:
     return Route(prefill, decode)
 
 
+def sizes(num_blocks: dict[str, int], block_size: int = BLOCK_SIZE) -> dict[str, CacheSize]:
+    return {name: CacheSize(number, block_size) for name, number in num_blocks.items()}
+
+
 def make(**options: dict[str, int]) -> Router:
-    return Router(2, **{"prefill": {"p0": 10, "p1": 10}, "decode": {"d0": 10, "d1": 20}, **options})
+    nodes = {"prefill": {"p0": 10, "p1": 10}, "decode": {"d0": 10, "d1": 20}, **options}
+    return Router(**{role: sizes(each, 2) for role, each in nodes.items()})
 
 
 def test_a_cached_block_weighs_as_much_as_a_block_of_load():
@@ -142,7 +147,7 @@ def test_nodes_come_and_go():
     router.remove("d0")
     assert router.loads() == {"p1": 0, "d1": 0}
     router.finished(AttemptKey("a", 1))  # of a node that is gone
-    router.add_prefill("p0", 10)
+    router.add_prefill("p0", CacheSize(10, 2))
     assert router.loads() == {"p1": 0, "p0": 0, "d1": 0}
     assert router.route(AttemptKey("b", 1), [1, 2]) == route("p1", "d1")
 
@@ -165,7 +170,7 @@ def test_a_node_that_drains_gets_no_more_attempts():
     with pytest.raises(RoutingError, match=r"^there is no decode node$"):
         router.route(AttemptKey("e", 1), [1])
     router.remove(first)
-    router.add_decode(first, 4)  # another one, of the same name
+    router.add_decode(first, CacheSize(4, 2))  # another one, of the same name
     assert router.route(AttemptKey("e", 1), [1]).decode == first
     for call in (router.drain, router.num_attempts):
         with pytest.raises(RoutingError, match=r"^there is no node 'd9'$"):
@@ -191,11 +196,11 @@ def test_refusals_change_nothing():
         with pytest.raises(TokenError, match=r"^token 0 must be an integer, got 0.5$"):
             call(AttemptKey(name, 1), [0.5])  # type: ignore[list-item]
     with pytest.raises(RoutingError, match=r"^there is a node 'd1' already$"):
-        router.add_prefill("d1", 1)
+        router.add_prefill("d1", CacheSize(1, 2))
     with pytest.raises(RoutingError, match=r"^there is no node 'x'$"):
         router.remove("x")
     with pytest.raises(CountError):
-        router.add_decode("x", 0)
+        router.add_decode("x", CacheSize(0, 2))
     assert router.loads() == before
     router.remove("d0")
     router.remove("d1")
@@ -244,7 +249,7 @@ def test_load_is_the_sum_of_attempts_in_progress(steps):
 )
 def test_a_broken_pair_is_the_last_choice(broken, avoid, loads):
     nodes = {"p0": 100, "p1": 100, "p2": 100}
-    router = Router(1, prefill=nodes, decode={"d0": 100, "d1": 100})
+    router = Router(prefill=sizes(nodes, 1), decode=sizes({"d0": 100, "d1": 100}, 1))
     for place, length in enumerate(loads):
         router.route(AttemptKey(str(place), 1), [place + 1] * length)
     before = router.loads()

@@ -109,7 +109,7 @@ def test_p_sends_loaded_and_computed_blocks_together() -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (ask(block_size=4), "refused, block size: 4 here, 2 there"),
+        (ask(block_size=65), "refused, block size: 65 here, 2 there"),
         (ask(prompt=[]), "refused, malformed: request 'r1' has an empty prompt"),
         (
             ask(version=PROTOCOL_VERSION + 1),
@@ -135,7 +135,7 @@ def test_messages_of_another_version_change_nothing() -> None:
     pair.d.receive(P, pair.begin())
     [grant] = pair.posted(pair.d)
     header = Header(KEY, 1, 1, 1, version=PROTOCOL_VERSION + 1)
-    pair.p.receive(D, Grant(header, 0))
+    pair.p.receive(D, Grant(header, 0, 2))
     pair.d.receive(P, Abort(header, "no", fenced=False))
     assert pair.p.take_actions() == pair.d.take_actions() == []
     pair.p.receive(D, grant)
@@ -145,9 +145,9 @@ def test_messages_of_another_version_change_nothing() -> None:
 def test_an_unwanted_grant_is_declined() -> None:
     pair = Pair(handoff)
     grant = pair.granted()
-    other = Grant(Header(KEY, 1, 1, grant.header.grant + 1), 0)
+    other = Grant(Header(KEY, 1, 1, grant.header.grant + 1), 0, 2)
     pair.p.receive(D, other)
-    pair.p.receive(D, Grant(Header(AttemptKey("r9", 1), 1, 1, 7), 0))
+    pair.p.receive(D, Grant(Header(AttemptKey("r9", 1), 1, 1, 7), 0, 2))
     assert [(each.header.key, each.header.grant, each.reason) for each in pair.posted(pair.p)] == [
         (KEY, 2, "granted twice"),
         (("r9", 1), 7, "no such attempt is open"),
@@ -345,7 +345,7 @@ def test_p_says_that_it_has_lost_d() -> None:
             pair.p.tick(Timing().silence_s)
         elif lose == "restart":
             pair.p.receive(D, grant)
-            pair.p.receive(D, Grant(Header(KEY, 2, 1, 1), 0))
+            pair.p.receive(D, Grant(Header(KEY, 2, 1, 1), 0, 2))
         else:
             pair.d.tick(Timing().silence_s)
             [abort] = [each for each in pair.posted(pair.d) if isinstance(each, Abort)]

@@ -221,9 +221,7 @@ class Deployment:
     def new_gateway(self, epoch: int, **options: Any) -> RemoteNodes:
         """Replace the gateway by a new one."""
         channel = FakeChannel(self.ends, GATEWAY, self._is_lost, epoch)
-        self.nodes = RemoteNodes(
-            channel, block_size=4, silence_s=SILENCE_S, clock=lambda: self.now, **options
-        )
+        self.nodes = RemoteNodes(channel, silence_s=SILENCE_S, clock=lambda: self.now, **options)
         return self.nodes
 
     def turn(self, num_turns: int = 1) -> list[Request]:

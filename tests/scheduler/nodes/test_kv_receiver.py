@@ -5,27 +5,29 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from radixkv.scheduler.handoff import AttemptKey, PartId, Pull
+from radixkv.scheduler.handoff import AttemptKey, PartId, Pull, Sent
 from radixkv.scheduler.nodes.kv_receiver import KVReceiver
 from radixkv.scheduler.nodes.transport import Received
 
 TICKET = PartId(AttemptKey("a", 1), 1, 1, 1, 0)
+
+SENT = Sent(num_blocks=2, block_size=4, num_skipped_tokens=0)
 
 
 def test_staging_memory_is_released_after_its_copies() -> None:
     written: list[Any] = []
     released: list[PartId] = []
     kv = SimpleNamespace(
-        describe=lambda num_blocks, group, num_groups: num_blocks,
+        describe=lambda *_: None,
         write=lambda *given: written.append(given),
         is_idle=lambda: False,
     )
     transport = SimpleNamespace(pull=lambda *_, **__: None, release=released.append)
     receiver = KVReceiver(kv, transport, timeout_s=1.0)  # type: ignore[arg-type]
-    receiver.pull(Pull("p", TICKET, (3, 1), 1, 4), None)  # type: ignore[arg-type]
+    receiver.pull(Pull("p", TICKET, (3, 1), 1, 4, SENT), None)  # type: ignore[arg-type]
     receiver.received(Received(TICKET, ("kv",)), 5)  # type: ignore[arg-type]
     receiver.release_written(5)
-    assert (written, released) == ([((3, 1), ("kv",), 1, 4)], [])  # a copy may still read it
+    assert (written, released) == ([((3, 1), ("kv",), 1, 4, SENT)], [])  # a copy may still read it
     kv.is_idle = lambda: True
     receiver.release_written(5)
     receiver.release_written(5)
@@ -35,16 +37,12 @@ def test_staging_memory_is_released_after_its_copies() -> None:
 def test_staging_memory_is_released_while_steps_overlap() -> None:
     """The arrays are never idle then: a part waits for a step that began after its copy."""
     released: list[PartId] = []
-    kv = SimpleNamespace(
-        describe=lambda num_blocks, group, num_groups: num_blocks,
-        write=lambda *_: None,
-        is_idle=lambda: False,
-    )
+    kv = SimpleNamespace(describe=lambda *_: None, write=lambda *_: None, is_idle=lambda: False)
     transport = SimpleNamespace(pull=lambda *_, **__: None, release=released.append)
     receiver = KVReceiver(kv, transport, timeout_s=1.0)  # type: ignore[arg-type]
     parts = [TICKET._replace(part=part) for part in range(3)]
     for part, num_started in zip(parts, (4, 4, 6), strict=True):
-        receiver.pull(Pull("p", part, (3, 1), 0), None)  # type: ignore[arg-type]
+        receiver.pull(Pull("p", part, (3, 1), 0, 1, SENT), None)  # type: ignore[arg-type]
         receiver.received(Received(part, ("kv",)), num_started)  # type: ignore[arg-type]
     for num_ended, expected in ((3, 0), (4, 0), (5, 2), (6, 2), (7, 3), (8, 3)):
         receiver.release_written(num_ended)

@@ -218,7 +218,7 @@ def test_without_room_the_peer_that_is_silent_the_longest_is_forgotten() -> None
 
 
 def test_the_gateway_remembers_the_nodes_that_were_lost_last() -> None:
-    gateway = NetworkGateway(4, silence_s=1.0)
+    gateway = NetworkGateway(silence_s=1.0)
     for life in range(250):
         role = ("prefill", "decode")[life >= 220]
         status = NodeStatus(role, "127.0.0.1:1", "jax", 4, 8, "m")  # type: ignore[arg-type]

@@ -32,9 +32,7 @@ def test_messages_dropped_by_a_full_queue_are_repeated() -> None:
         closing(ZmqChannel("d", epoch=1)) as d,
     ):
         elsewhere = f"127.0.0.1:{port}"  # nobody listens there yet
-        nodes = RemoteNodes(
-            gateway, block_size=4, silence_s=1e9, request_s=1e9, clock=lambda: next(ticks)
-        )
+        nodes = RemoteNodes(gateway, silence_s=1e9, request_s=1e9, clock=lambda: next(ticks))
         for node, status in (
             (p, NodeStatus("prefill", elsewhere, "jax", 4, 64, "m")),
             (d, NodeStatus("decode", d.address, "jax", 4, 64, "m")),
@@ -64,9 +62,7 @@ def test_a_request_that_cannot_be_encoded_fails_alone() -> None:
         closing(ZmqChannel("p", epoch=1)) as p,
         closing(ZmqChannel("d", epoch=1)) as d,
     ):
-        nodes = RemoteNodes(
-            gateway, block_size=4, silence_s=1e9, request_s=1e9, clock=lambda: next(ticks)
-        )
+        nodes = RemoteNodes(gateway, silence_s=1e9, request_s=1e9, clock=lambda: next(ticks))
         for role, node in (("prefill", p), ("decode", d)):
             node.connect(GATEWAY, gateway.address)
             node.send(GATEWAY, NodeStatus(role, node.address, "jax", 4, 64, "m"))  # type: ignore[arg-type]
@@ -92,7 +88,7 @@ def test_a_node_that_was_drained_ends_unnoticed_and_its_name_is_not_used_again()
         status = NodeStatus(role, "127.0.0.1:9", "jax", 4, 64, "m")  # type: ignore[arg-type]
         gateway.receive(peer, epoch, status, now)
 
-    gateway = NetworkGateway(4, silence_s=5.0)
+    gateway = NetworkGateway(silence_s=5.0)
     for peer in ("p0", "d0", "d1"):
         join(peer, 1, 0.0)
     gateway.add_request(Request("a", [1, 2], 1), 0.0)
@@ -118,7 +114,7 @@ def test_a_node_that_was_drained_ends_unnoticed_and_its_name_is_not_used_again()
 
 
 def test_more_blocks_than_the_gateway_follows_are_refused_before_anything_is_allocated() -> None:
-    gateway = NetworkGateway(4)
+    gateway = NetworkGateway()
     for peer, num_blocks in (("p0", 2**31 - 1), ("p1", 1000), ("p2", 2**26)):
         gateway.receive(
             peer, 1, NodeStatus("prefill", "127.0.0.1:9", "jax", 4, num_blocks, "m"), 0.0
@@ -139,7 +135,7 @@ def test_nodes_have_the_model_of_the_gateway_or_one_model() -> None:
             dict.fromkeys(["p0", "p2"], "its model is llama 111111111111, not qwen3 222222222222"),
         ),
     ]:
-        gateway = NetworkGateway(4, model=model)
+        gateway = NetworkGateway(model=model)
         for peer, theirs in models.items():
             gateway.receive(peer, 1, NodeStatus("prefill", "[::1]:9", "jax", 4, 64, theirs), 0.0)
         assert {peer: node.refusal for peer, node in gateway.nodes.items()} == {
@@ -151,7 +147,7 @@ def test_nodes_have_kv_of_one_dtype() -> None:
     """A gateway that knows the model accepts the dtype of the first node."""
     models = {"p0": "float32", "d0": "bfloat16", "p1": "float32"}
     for model in (None, "llama " + 64 * "1"):
-        gateway = NetworkGateway(4, model=model)
+        gateway = NetworkGateway(model=model)
         for peer, dtype in models.items():
             theirs = f"llama {64 * '1'} {dtype}"
             gateway.receive(peer, 1, NodeStatus("prefill", "[::1]:9", "jax", 4, 64, theirs), 0.0)
@@ -168,7 +164,7 @@ def test_answers_to_an_earlier_gateway_are_ignored() -> None:
     with closing(ZmqChannel("p", epoch=1)) as p, closing(ZmqChannel("d", epoch=1)) as d:
         for epoch in (1, 2):
             with closing(ZmqChannel(GATEWAY, epoch=epoch)) as gateway:
-                nodes = RemoteNodes(gateway, block_size=4, silence_s=LATE_S)
+                nodes = RemoteNodes(gateway, silence_s=LATE_S)
                 for role, node in (("prefill", p), ("decode", d)):
                     node.connect(GATEWAY, gateway.address)
                     node.send(GATEWAY, NodeStatus(role, node.address, "jax", 4, 64, "m"))  # type: ignore[arg-type]

@@ -167,8 +167,8 @@ _DECODE_BUGS = (
         "a decode node asks for blocks that it has",
         DECODE_SIDE,
         (
-            "attempt.first_block = attempt.lease.num_shared_blocks",
-            "attempt.first_block = attempt.lease.num_hit_blocks // 2",
+            "num_cached = attempt.lease.num_shared_blocks * block_size",
+            "num_cached = attempt.lease.num_hit_blocks // 2 * block_size",
         ),
     ),
 )
