@@ -140,6 +140,11 @@ class TieredDecodeAdapter(TieredMixedAdapter):
         key, first = grant.header.key, grant.first_block
         request = self._asked.pop(key.request_id)
         table, num_tokens = self.block_table(request.name), len(request.prompt)
+        num_cached = first * self.manager.block_size
+        [lease] = [
+            each.lease for each in self.scheduler._side.receiving if each.request_id == request.name
+        ]
+        num_on_device = min(lease.num_hit_blocks * self.manager.block_size, num_cached)
         header = handoff.Header(key, 1, 1, grant.header.grant)
         lacking = len(table) - first
         if lacking:
@@ -151,7 +156,7 @@ class TieredDecodeAdapter(TieredMixedAdapter):
         self.scheduler.receive("p0", commit)
         self._carry_out()
         started = self.requests[request.name]
-        return Received(request.name, started.arrival, first * self.manager.block_size, table)
+        return Received(request.name, started.arrival, num_cached, num_on_device, table)
 
     def _queue(self) -> list[Submission]:
         key = (lambda each: each.priority) if self._has_priorities else (lambda each: 0)

@@ -41,12 +41,14 @@ class Received(NamedTuple):
     Attributes:
         rank: number of requests to which it granted blocks before.
         num_cached: leading tokens that it had itself.
+        num_on_device: how many of them were on the device when it granted.
         table: its blocks, which it may have lost since: the first token may end it.
     """
 
     name: str
     rank: int
     num_cached: int
+    num_on_device: int
     table: Sequence[int]
 
 

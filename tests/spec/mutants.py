@@ -70,6 +70,7 @@ LEFT_OUT: Final = {
     "prefix/__init__.py": "a docstring",
     "tiers/__init__.py": "a docstring",
     "ids.py": "types",
+    "cleanup.py": "how to end what has failed, for drivers and backends",
     "stats.py": "types",
     "invariants.py": "it is there to check",
     "tiers/checks.py": "it is there to check",

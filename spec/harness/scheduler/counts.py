@@ -69,9 +69,13 @@ class Counts:
                 seen["hit"] += hit > 0
         seen["all slots taken"] += len(step.running) == max_running > 1
 
-    def received(self, request: Request, is_loaded: bool) -> None:
-        """Count a request that a decode node receives, perhaps after a load from the host."""
+    def received(
+        self, request: Request, num_on_device: int, num_below: int, is_loaded: bool
+    ) -> None:
+        """Count a request that a decode node receives, and its hits on the device and below."""
         self.books.admitted += 1
+        self.books.hit_tokens += num_on_device
+        self.books.lower_hit_tokens += num_below
         self.situations["received after a load" if is_loaded else "received"] += 1
         self.reached[request] = len(request.tokens)
 

@@ -148,12 +148,13 @@ def receive(world: SchedulerState) -> None:
     assert world.copies is not None, "a decode node without tiers"
     while target.ask():
         world.copies.dispatch({})  # they read blocks into which KV arrives now
-        name, rank, num_cached, table = target.receive()
+        name, rank, num_cached, num_on_device, table = target.receive()
         require(name in model.live, Q2, "{} is received, and is not live", name)
         request = model.live[name]
         if name not in before:
             check_granted(model, request, num_cached)
-        world.counts.received(request, is_loaded=name in before)
+        num_below = num_cached - num_on_device
+        world.counts.received(request, num_on_device, num_below, is_loaded=name in before)
         if model.receive(request, table, num_cached, (*request.order[:-1], rank)):
             model.check_output(request, target.output(name), target.reason(name))
             world.just_ended.append(name)

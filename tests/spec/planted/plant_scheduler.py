@@ -22,7 +22,8 @@ FILES = ("errors", "request", "step_plan", "policy", "reservation",
          "batching/__init__", "batching/leases", "batching/transfers", "batching/queues",
          "batching/preemption", "batching/batch", "interface", "mixed", "fairness",
          "handoff/records", "handoff/messages", "handoff/gateway_messages", "handoff/actions",
-         "handoff/states", "handoff/attempts", "handoff/deferred_asks", "handoff/decode_side",
+         "handoff/part_cut", "handoff/states", "handoff/attempts", "handoff/deferred_asks",
+         "handoff/decode_side",
          "handoff/prefill_side", "handoff/__init__", "decode")  # fmt: skip
 """Files of a copy, each after the files that it imports."""
 NAMES = ("DecodeScheduler", "Fcfs", "MixedScheduler", "Priority", "Request", "RequestError",
