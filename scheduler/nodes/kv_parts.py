@@ -51,6 +51,7 @@ class KVParts:
         most = min(MAX_PART_BLOCKS, len(pools[0]) - 1)
         self._runner, self._kind = runner, kind
         self._max_blocks = 1 << (most.bit_length() - 1)
+        self._max_piece = MAX_PART_BLOCKS  # of a sender with more blocks than that
         self._copies: dict[int, BlockCopies] = {}  # by number of layers
         with runner.warming_up():
             for group in range(num_groups):
@@ -94,7 +95,7 @@ class KVParts:
                 (piece.stop - piece.start, heads, block_size or own_size, head_dim), self._dtype
             )
             # The sender's pieces, which do not depend on the number of this node's blocks.
-            for piece in exact_pieces(num_blocks, MAX_PART_BLOCKS)
+            for piece in exact_pieces(num_blocks, self._max_piece)
             for _ in range(2 * (layers.stop - layers.start))
         ]
         return Descriptor(tuple(specs), num_blocks, 0, self._namespace_digest)

@@ -192,7 +192,7 @@ def test_faults_over_transports_between_processes(llama, expected, transport):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"block_size": 8}, "refused, block size: 4 here, 8 there"),
+        ({"block_size": 160}, "refused, block size: 4 here, 160 there"),
         ({"num_blocks": 2}, "refused, too large: 3 needed, 2 available"),
         (
             {"weights_revision": "newer"},
