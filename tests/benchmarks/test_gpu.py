@@ -120,6 +120,7 @@ def lowered(timing) -> str:
     return lowered_for_h100(program, shared, calls)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("operation", ["decode", "extend", "moves"])
 def test_the_kernels_that_are_timed_are_lowered_for_an_h100(operation):
     timings = list(getattr(ours, operation)(LIKE_FULL, "mosaic"))
@@ -164,6 +165,7 @@ class TestTuning:
         assert set(tune.decode_configs(decode, head_dim)) - {decode}
         assert set(tune.extend_configs(extend, head_dim)) - {extend}
 
+    @pytest.mark.nightly
     @pytest.mark.parametrize(
         ("what", "problems_timed"),
         [("decode 64", 2), ("decode kinds", 5), ("extend 16", 1), ("extend kinds", 5)],
