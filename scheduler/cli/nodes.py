@@ -86,7 +86,7 @@ def serve_node(
     with ExitStack() as stack:
         channel = stack.enter_context(closing(_open_channel(arguments, secret)))
         host = arguments.listen.rpartition(":")[0].strip("[]")
-        transport = open_transport(arguments.transport, host=host)
+        transport = open_transport(arguments.transport, host=host, storage=arguments.storage)
         stack.callback(transport.close)
         timing = make_timing(arguments.silence_s)
         cache = CacheReporter()

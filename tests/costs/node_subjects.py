@@ -256,6 +256,9 @@ class LoopOffer(EngineOffer):
         self.route, self._engine = route, engine
         engine.served[route] = tuple(arrays)
 
+    def is_ready(self) -> bool:
+        return True
+
     def was_read(self) -> bool:
         return False
 

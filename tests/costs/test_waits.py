@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Final
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from radixkv.scheduler.handoff.messages import AttemptKey, PartId
@@ -56,7 +57,8 @@ def test_a_transport_in_which_nothing_moves_sleeps() -> None:
         table = TransferTable(LoopEngine())
         assert table.wait_s() is None
         part = PartId(AttemptKey("r", 1), epoch=1, peer_epoch=1, grant=1, part=0)
-        table.offer(part, OfferEntry((), LAYOUT, expires_at=3.0))
+        arrays = tuple([np.zeros(each.shape, each.dtype) for each in LAYOUT.arrays])
+        table.offer(part, OfferEntry(arrays, LAYOUT, expires_at=3.0))
         assert table.wait_s() == 0.0  # until it is served
         table.step()
         assert table.wait_s() == 2.0

@@ -87,6 +87,9 @@ class LoopOffer(EngineOffer):
         self.arrays = arrays
         self._engine = engine
 
+    def is_ready(self) -> bool:
+        return True
+
     def was_read(self) -> bool:
         return False
 

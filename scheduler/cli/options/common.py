@@ -308,6 +308,9 @@ def check_tiers(arguments: argparse.Namespace, storage: str = "--storage") -> No
         if is_needed and _value(arguments, tier) is None:
             raise BadInputError(f"--preempt {preempt} needs {tier}")
     check_needs(arguments, storage, "--storage-max-bytes")
+    is_shared = _value(arguments, "--transport") == "storage" and not _value(arguments, "--gateway")
+    if is_shared and _value(arguments, storage) is None:
+        raise BadInputError(f"--transport storage needs {storage}")
 
 
 def check_memory(arguments: argparse.Namespace) -> None:

@@ -141,8 +141,9 @@ def add_nodes(group: Options, *, in_process: bool) -> None:
     )
     group.add_argument(
         "--transport",
-        choices=(*(["inprocess"] if in_process else []), "jax", "nixl"),
-        help="how KV is sent from prefill to decode nodes"
+        choices=(*(["inprocess"] if in_process else []), "jax", "nixl", "storage"),
+        help="how KV is sent from prefill to decode nodes; with storage, through the server of "
+        "--storage"
         + ("; with inprocess, all nodes run in this process" if in_process else "")
         + " (default: jax)",
     )

@@ -122,10 +122,10 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> Options:
     )
     network.add_argument(
         "--transport",
-        choices=("jax", "nixl"),
+        choices=("jax", "nixl", "storage"),
         default="jax",
-        help="how KV is sent from prefill to decode nodes; the same on all nodes (default: "
-        "%(default)s)",
+        help="how KV is sent from prefill to decode nodes; the same on all nodes. storage: through "
+        "the server of --storage (default: %(default)s)",
     )
     network.add_argument(
         "--silence-s",

@@ -301,6 +301,10 @@ class JaxOffer(EngineOffer):
         self._self_pull_until = 0.0
         self._is_waiting = False  # for connections to pull it
 
+    def is_ready(self) -> bool:
+        """See `EngineOffer.is_ready`."""
+        return True
+
     def was_read(self) -> bool:
         """See `EngineOffer.was_read`: JAX does not tell."""
         return False

@@ -177,6 +177,10 @@ class NixlOffer(EngineOffer):
         self._slot = slot
         self._confirmation = confirmation
 
+    def is_ready(self) -> bool:
+        """See `EngineOffer.is_ready`."""
+        return True
+
     def was_read(self) -> bool:
         """See `EngineOffer.was_read`."""
         return self.is_read

@@ -47,6 +47,10 @@ class EngineOffer(ABC):
     route: bytes
 
     @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether others can read the arrays by now. An error means that they never can."""
+
+    @abstractmethod
     def was_read(self) -> bool:
         """Whether D's engine has confirmed the read; engines that cannot tell return False."""
 

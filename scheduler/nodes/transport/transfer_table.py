@@ -28,7 +28,7 @@ class OfferEntry:
     """A part that is served, or will be.
 
     Attributes:
-        arrays: the arrays; empty as soon as they are served.
+        arrays: the arrays; empty as soon as others can read them.
         expires_at: end of the offer by the monotonic clock of this process.
         served: the engine's offer; None until there is room and the arrays are computed.
         is_ending: whether the engine's offer was withdrawn.
@@ -87,7 +87,7 @@ class TransferTable:
     def wait_s(self) -> float | None:
         """Time until `step` is needed again; None: not before another call."""
         offers = self._offers.values()
-        if self._pulls or any(offer.served is None or offer.is_ending for offer in offers):
+        if self._pulls or any(offer.arrays or offer.is_ending for offer in offers):
             return 0.0
         waits = [max(0.0, offer.expires_at - time.monotonic()) for offer in offers]
         if self.engine.maintain_every_s is not None:
@@ -149,14 +149,14 @@ class TransferTable:
                 if offer.served.is_withdrawn():
                     del self._offers[part_id]
                 continue
-            if offer.served is None:
+            if offer.arrays:
                 self._serve(part_id, offer)
-            elif offer.served.was_read():
+            elif offer.served is not None and offer.served.was_read():
                 self._end_offer(part_id, was_read=True)
                 continue
             if offer.expires_at <= now and part_id in self._offers:
                 self.offers_expired += 1
-                if offer.served is None:
+                if offer.arrays:
                     self._events.append(OfferFailed(part_id, "expired before it could be served"))
                 self._end_offer(part_id, was_read=False)
         for key in self._withdrawn - {part_id.key for part_id in self._offers}:
@@ -171,8 +171,9 @@ class TransferTable:
         if not all(is_ready(array) for array in arrays):
             return
         try:
-            offer.served = self.engine.offer(arrays)
             if offer.served is None:
+                offer.served = self.engine.offer(arrays)
+            if offer.served is None or not offer.served.is_ready():
                 return
             offer.arrays = ()
             key = make_digest_key()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from argparse import Namespace
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from radixkv.kvcache.storage import BackendOptions, open_backend
 from radixkv.scheduler.cli import generate
 from radixkv.scheduler.cli.model_loading import load_model_of_options
 from radixkv.scheduler.models import Model
 from radixkv.scheduler.models.weights_digest import weights_digest
+from radixkv.scheduler.nodes.transport.storage_engine import NAMESPACE
 
 from ...kvcache.storage.redis_server import running
 from .generating import PROMPTS, run
@@ -118,6 +122,24 @@ def test_a_server_that_goes_away_costs_hits_and_nothing_else(
     assert sum(results["stats"]["storage"]["errors"].values()) > 0
 
 
+@pytest.mark.slow
+def test_nodes_hand_over_through_a_server(
+    radixkv: Any, arguments: list[object], expected: list[list[int]]
+) -> None:
+    with running() as server:
+        url = f"redis://127.0.0.1:{server.port}"
+        apart = ["--disaggregate", "--transport", "storage"]
+        apart += ["--host-blocks", "32", "--storage", url, "--json", "-"]
+        outcome = radixkv(*arguments, *apart)
+        assert outcome.status == 0, outcome.stderr
+        results = json.loads(outcome.stdout)
+        with closing(open_backend(url, BackendOptions(namespace=NAMESPACE))) as parts:
+            assert list(parts.list_values()) == []
+    assert results["outputs"] == expected
+    decode = results["stats"]["decode-0"]["transport"]
+    assert decode["parts_received"] > 0 and decode["faults"] == {}
+
+
 # Nobody listens on the port of tcpmux.
 @pytest.mark.parametrize("url", ["redis://:hunter2@127.0.0.1:1", "s3://hunter2"])
 @pytest.mark.parametrize("apart", [(), ("--disaggregate",)], ids=["", "apart"])
@@ -158,6 +180,7 @@ def test_a_server_that_refuses_the_password_is_refused(
     ("options", "text"),
     [
         (["--host-write", "back"], "--host-write needs --host-blocks"),
+        (["--disaggregate", "--transport", "storage"], "--transport storage needs --storage"),
         (["--storage", "memory://"], "--storage needs --host-blocks"),
         (["--preempt", "host"], "--preempt host needs --host-blocks"),
         (["--preempt", "storage"], "--preempt storage needs --host-blocks"),

@@ -29,7 +29,7 @@ from .conformance import arrays
 def test_an_unknown_name_and_an_invalid_address_are_refused() -> None:
     with pytest.raises(
         TransportArgumentError,
-        match=r"^transport must be one of jax, nixl, got 'pigeon'$",
+        match=r"^transport must be one of jax, nixl, storage, got 'pigeon'$",
     ):
         open_transport("pigeon")
     with pytest.raises(TransportArgumentError, match=r"^host must be an IP address, got 'here'$"):
