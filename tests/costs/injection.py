@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import _weakrefset
 import enum
+import gc
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from types import FrameType, ModuleType
@@ -316,3 +318,16 @@ def open_descriptors() -> set[tuple[str, str]]:
 def open_files() -> int:
     """Return the number of open descriptors of the process."""
     return len(os.listdir("/proc/self/fd"))
+
+
+def has_open_files(most: int) -> bool:
+    """Whether the process comes to have at most so many open descriptors.
+
+    The frames of an error may have views of memory whose file is open. Threads that earlier tests
+    have left open and close sockets, as those of ZeroMQ do while they connect: they are waited for.
+    """
+    end = time.monotonic() + 20
+    while open_files() > most and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+    return open_files() <= most
