@@ -1,4 +1,4 @@
-"""Nodes whose blocks differ in size: the tokens of one engine, through every transport."""
+"""Nodes whose blocks differ in size give the tokens of one engine."""
 
 from __future__ import annotations
 
@@ -32,13 +32,7 @@ def test_nodes_with_different_blocks_give_the_tokens_of_one_engine(
     engine = Engine(model, block_size=4, num_blocks=64, **SIZES)
     expected = [complete(engine, [prompt], 6)[0] for prompt in PROMPTS]
     exchange, ticks = InProcessExchange(), count()
-    options: dict[str, Any] = {
-        "num_blocks": 64,
-        "timing": Timing(),
-        "epoch": 1,
-        "now": 0.0,
-        **SIZES,
-    }
+    options: dict[str, Any] = {"num_blocks": 64, "timing": Timing(), **SIZES}
     nodes = (
         PrefillEngine(
             model, InProcessTransport(exchange), block_size=prefill, epoch=1, now=0.0, **options
