@@ -33,16 +33,35 @@ def _warm(subject: Subject) -> None:
 
 
 def differences(subject: Subject, small: int, large: int) -> dict[str, tuple[list, list]]:
-    """Return the calls whose work depends on the number that the subject has."""
+    """Return the calls whose work depends on the number that the subject has.
+
+    The memory is that of all threads. Where it alone differs, because another thread took some at
+    that moment, the calls are measured again, and the least counts.
+    """
     _warm(subject)
     few = measured(subject.calls(small), work_of)
     many = measured(subject.calls(large), work_of)
     assert few.keys() == many.keys()
-    return {
-        name: (few[name], many[name])
-        for name in few
-        if not _are_equal(subject, name, few[name], many[name])
-    }
+    for _ in range(4):
+        found = {
+            name: (few[name], many[name])
+            for name in few
+            if not _are_equal(subject, name, few[name], many[name])
+        }
+        if not found or any(
+            [each.ours for each in one] != [each.ours for each in other]
+            for one, other in found.values()
+        ):
+            break
+        again = measured(subject.calls(large), work_of)
+        many = {
+            name: [
+                min(pair, key=lambda work: work.peak_bytes)
+                for pair in zip(many[name], again[name], strict=True)
+            ]
+            for name in many
+        }
+    return found
 
 
 def _are_equal(subject: Subject, name: str, few: list[Work], many: list[Work]) -> bool:
