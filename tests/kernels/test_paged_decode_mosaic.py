@@ -227,7 +227,7 @@ OTHERS = [
 
 
 class TestForHopper:
-    @pytest.mark.slow
+    @pytest.mark.nightly
     @pytest.mark.parametrize("case", CASES + OTHERS, ids=str)
     def test_lowers(self, case):
         assert "mosaic_gpu_v2" in lowered_for_h100(*case.function_and_arguments())

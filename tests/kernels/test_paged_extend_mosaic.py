@@ -228,7 +228,7 @@ def split(case):
     return {key: case[key] for key in case if key not in options}, options
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_lowers_for_an_h100(case):
     shapes, options = split(case)
