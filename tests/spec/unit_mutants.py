@@ -31,6 +31,7 @@ EQUIVALENT: Final = Path(__file__).with_name("equivalent_unit_mutants.toml")
 
 _COPIES, _STORAGE, _KERNELS = "tests/kvcache/copies/", "tests/kvcache/storage/", "tests/kernels/"
 _SCHEDULERS, _HANDOFF = "tests/scheduler/schedulers/", "tests/scheduler/handoff/"
+_NODES, _TRANSPORT = "tests/scheduler/nodes/", "tests/scheduler/nodes/transport/"
 
 
 def _tests(folder: str, *names: str) -> tuple[str, ...]:
@@ -74,6 +75,15 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "scheduler/handoff/decode_side.py": _SIDES,
     "scheduler/handoff/prefill_side.py": _SIDES,
     "scheduler/handoff/deferred_asks.py": _SIDES,
+    "scheduler/handoff/part_cut.py": _tests(_HANDOFF, "part_cut"),
+    "scheduler/gateway/router.py": _tests(_HANDOFF, "router", "cache_index"),
+    "scheduler/gateway/cache_index.py": _tests(_HANDOFF, "cache_index"),
+    "scheduler/nodes/kv_sender.py": _tests(_NODES, "kv_sender"),
+    "scheduler/nodes/transport/staging.py": _tests(_TRANSPORT, "staging"),
+    "scheduler/nodes/transport/storage_engine.py": _tests(_TRANSPORT, "storage_engine"),
+    "scheduler/nodes/transport/transfer_table.py": _tests(
+        _TRANSPORT, "storage_engine", "processes"
+    ),
     "kernels/block_copy/xla.py": _tests(_KERNELS, "block_copy"),
     "kernels/kv_write/xla.py": _tests(_KERNELS, "kv_write"),
     "kernels/merge_states.py": _tests(_KERNELS, "merge"),
