@@ -127,6 +127,17 @@ def test_one_node_does_not_speak_for_another() -> None:
     assert d.num_open == 1
 
 
+def test_a_slot_is_set_aside_with_the_room() -> None:
+    for max_running, is_room in ((2, False), (3, True)):
+        d = scheduler(num_blocks=64, max_running=max_running, max_overtaken=0)
+        start(d, "a", 4, 3)
+        held = d.manager.admit(d.manager.match([1] * 118))
+        assert refusal(ask(d, "l", 10, 1))[0] == "out of blocks"
+        d.manager.release(held)
+        answer = ask(d, "s", 2, 1)
+        assert isinstance(answer, Grant) if is_room else refusal(answer) == ("others wait", 1, 0)
+
+
 def test_room_is_set_aside_for_twice_the_time_between_two_asks() -> None:
     fairness = AdmissionFairness(1.0, max_overtaken=0)
     fairness.refused("large", 5, 0.0)

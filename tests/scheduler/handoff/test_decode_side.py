@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from radixkv.scheduler import handoff
 from radixkv.scheduler.handoff import (
     Abort,
@@ -16,7 +18,7 @@ from radixkv.scheduler.handoff import (
     Stop,
 )
 
-from .harness import KEY, PROMPT, P, Pair
+from .harness import KEY, PROMPT, VOCABULARY, P, Pair
 
 
 def pulling() -> tuple[Pair, list[Pull]]:
@@ -145,3 +147,26 @@ def test_asking_again_is_a_sign_of_life() -> None:
     assert leases(pair) == 1
     pair.d.tick(9.0)
     assert leases(pair) == 0
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize(
+    ("num_more", "token", "reason"),
+    [
+        (1, 1, "the parts do not cover the prompt"),
+        (0, -1, "first token -1 is outside the vocabulary of 50"),
+        (0, VOCABULARY, "first token 50 is outside the vocabulary of 50"),
+        (0, 0, ""),
+        (0, VOCABULARY - 1, ""),
+    ],
+)
+def test_a_commit_that_cannot_be_true_ends_the_attempt(
+    num_groups: int, num_more: int, token: int, reason: str
+) -> None:
+    pair = Pair(handoff, num_groups=num_groups)
+    grant = pair.granted().header.grant
+    most = num_groups * -(-len(PROMPT) // 2)
+    header = Header(KEY, 1, 1, grant)
+    pair.d.receive(P, Commit(header, most + num_more, token, len(PROMPT), Hits()))
+    assert [abort.reason for abort in pair.posted(pair.d)] == ([reason] if reason else [])
+    assert leases(pair) == (reason == "")

@@ -167,3 +167,66 @@ def test_a_pair_that_does_not_hear_each_other_is_the_last_choice() -> None:
     gateway.remove_node("d1")
     gateway.add_decode("d1", CacheSize(20, 4))  # it hears p0 now, as far as anybody knows
     assert gateway._unheard == {}
+
+
+def test_counts_are_those_of_the_attempt_that_is_answered() -> None:
+    gateway, request = make("d0"), Request("a", [1, 2, 3, 4, 5], 2)
+    gateway.add_request(request, 0.0)
+    first = begin(gateway).key
+    gateway.prefill_failed(first, "no")
+    second = begin(gateway, now=1.0).key
+    gateway.finished(first, (7, 8), Hits(4, 3, 2), 5)  # late: it was cancelled
+    gateway.prefill_failed(first, "no", is_final=True)
+    assert (gateway.take_ended(), gateway.num_attempts("d0")) == ([], 1)
+    gateway.finished(second, (7, 8), Hits(1, 2, 3), 4)
+    assert gateway.take_ended() == [request]
+    hits = request.num_hit_tokens, request.num_host_hit_tokens, request.num_storage_hit_tokens
+    assert (hits, request.num_preemptions) == ((1, 2, 3), 4)
+
+
+def test_what_a_request_has_computed_attracts_only_its_namespace() -> None:
+    gateway = make("d0", "d1")
+    prompt = list(range(12))
+    gateway.add_request(Request("a", prompt, 5, namespace=b"tenant"), 0.0)
+    key = begin(gateway).key
+    gateway.started(key)
+    gateway.finished(key, [1, 2, 3, 4, 5], Hits(), 0)
+    longer = [*prompt, 1, 2, 3, 4, 5]
+    for name, namespace, num_lacking in (("other", b"", 5), ("same", b"tenant", 1)):
+        gateway.add_request(Request(name, longer, 1, namespace=namespace), 0.0)
+        begin(gateway)
+        assert gateway.loads["d0" if name == "same" else "d1"] == num_lacking
+
+
+def test_attempts_are_lost_for_too_long_at_the_limit() -> None:
+    for late_s, is_over in ((4.999, False), (5.0, True)):
+        retrier = RequestRetrier(max_attempts=9, backoff_s=0.0, request_s=100.0, lost_s=5.0)
+        retrier.submit("r")
+        retrier.tick(0.0)
+        retrier.decode_lost(AttemptKey("r", 1))
+        retrier.tick(1.0)
+        retrier.prefill_failed(AttemptKey("r", 2), "it failed")  # the time runs on
+        retrier.tick(late_s)
+        retrier.decode_lost(AttemptKey("r", 3))
+        assert isinstance(retrier.take_actions()[-1], Answer) == is_over
+
+
+def test_nothing_is_left_of_requests_and_nodes_that_are_gone() -> None:
+    gateway = make("d0", "d1")
+    sizes = []
+    for number in range(3):
+        for how in ("is_busy", "is_lost"):
+            gateway.add_request(Request(f"{how} {number}", [1, 2, 3], 2), 0.0)
+            key = begin(gateway, now=2.0 * number).key
+            gateway.prefill_failed(key, "no", **{how: True})
+            key = begin(gateway, now=2.0 * number + 1).key
+            gateway.finished(key, (1, 2), Hits(), 0)
+        gateway.add_decode("d2", CacheSize(20, 4))
+        gateway.set_unheard("d2", ["p0"])
+        gateway.remove_node("d2")
+        gateway.take_ended(), gateway.take_advanced(), gateway.take_actions()
+        state = [getattr(each, "__dict__", {}) for each in (gateway, gateway._retrier)]
+        sizes.append([len(value) for each in state for value in each.values()
+                      if isinstance(value, dict | set | list)])  # fmt: skip
+    assert sizes[0] == sizes[1] == sizes[2]
+    assert sum(sizes[0]) == 0

@@ -97,3 +97,9 @@ def test_the_example_of_the_docs() -> None:
 )
 def test_sizes_that_are_too_different(sent: int, own: int, is_possible: bool) -> None:
     assert PartCut(sent, own, 1, 0).is_possible is is_possible
+
+
+@pytest.mark.parametrize(("sent", "own"), [(4, 4), (4, 6), (6, 4), (5, 2)])
+def test_nothing_is_sent_of_a_prompt_that_the_decode_node_has(sent: int, own: int) -> None:
+    cut = PartCut(sent, own, 2 * own, 2 * own)
+    assert cut.first_block == cut.num_blocks == cut.part_end(cut.num_blocks, 2 * own)

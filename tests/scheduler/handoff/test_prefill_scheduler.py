@@ -9,6 +9,7 @@ from radixkv.scheduler.handoff import (
     Commit,
     Grant,
     Header,
+    Hits,
     Message,
     Offer,
     PrefillFailed,
@@ -212,3 +213,41 @@ def check_host_hits(order: str) -> None:
     assert (commit.hits.device, commit.hits.host, commit.hits.storage) == (2, 4, 0)
     assert p.manager.stats().hit_blocks == 1, "on the device"
     assert commit.num_parts == 1, "all at once, as no part was offered before the copy"
+
+
+def test_the_hit_that_commit_reports_leaves_the_token_that_is_computed() -> None:
+    p, prompt = scheduler(), PROMPT[:6]
+    lease = p.manager.admit(p.manager.match(prompt))
+    p.manager.publish(lease, prompt)
+    p.manager.release(lease)
+    p.begin(request(prompt=prompt), "d0")
+    step(p)
+    grant(p)
+    assert step(p) == [("a", 5, 1)]
+    [commit] = posted(p, Commit)
+    assert commit.hits == Hits(5, 0, 0)
+
+
+def test_who_gives_up_an_older_attempt_leaves_the_newer() -> None:
+    p = scheduler()
+    p.begin(request(), "d0")
+    p.begin(request(), "d0", attempt=2)
+    failed = PrefillFailed(AttemptKey("a", 1), "a newer attempt has begun")
+    assert actions(p) == [failed]
+    for older in (AttemptKey("a", 1), AttemptKey("a", 3), AttemptKey("b", 2)):
+        p.give_up(older, "late")
+        assert actions(p) == [] and len(p.waiting) == 1
+    p.give_up(AttemptKey("a", 2), "now")
+    assert actions(p) == [PrefillFailed(AttemptKey("a", 2), "now")] and not p.has_work
+
+
+def test_nothing_is_kept_of_prompts_that_are_computed_or_have_failed() -> None:
+    p = scheduler(num_blocks=16)
+    for name in "abc":
+        p.begin(request(name), "d0")
+        step(p)
+        grant(p, name)
+        step(p), step(p)
+        p.begin(request(f"{name} fails"), "d0")
+        p.abort(f"{name} fails")
+    assert p.num_open == 3 and p._newest == {}

@@ -267,3 +267,25 @@ def test_a_broken_pair_is_the_last_choice(broken, avoid, loads):
     assert {name for name in after if after[name] != before[name]} == set(route)
     router.finished(AttemptKey("last", 1))
     assert router.loads() == before
+
+
+def test_a_prompt_that_fills_a_node_may_be_there_whole():
+    for num_tokens, num_lacking in ((20, 1), (22, 10)):  # d0 has 20 tokens
+        router = make(decode={"d0": 10})
+        router.route(AttemptKey("a", 1), [1, 2])
+        router.finished(AttemptKey("a", 1), range(num_tokens))
+        router.route(AttemptKey("b", 1), [*range(19), 99])
+        assert router.loads()["d0"] == num_lacking
+
+
+def test_nodes_are_compared_in_tokens():
+    small, large = CacheSize(20, 2), CacheSize(10, 8)
+    router = Router(prefill={"p0": small, "p1": large}, decode={"d0": large})
+    with pytest.raises(RequestTooLargeError) as caught:
+        router.route(AttemptKey("large", 1), range(81))
+    assert (caught.value.needed, caught.value.num_blocks) == (11, 10), "of p1, which has 80 tokens"
+    for number, node in enumerate(("p0", "p1", "p0", "p0")):  # sent 8, then 16 tokens, then 16
+        key = AttemptKey(str(number), 1)
+        prompt = [100 * number + each for each in range(16 if node == "p1" else 8)]
+        assert router.route(key, prompt).prefill == node
+        router.finished(key)

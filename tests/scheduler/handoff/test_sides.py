@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from radixkv.kvcache import CacheManager, CountError, HostConfig, OutOfBlocksError
-from radixkv.scheduler import RequestError, StepOrderError, handoff
+from radixkv.scheduler import Request, RequestError, StepOrderError, handoff
 from radixkv.scheduler.gateway.node_reporter import NodeReporter
 from radixkv.scheduler.gateway.retries import Answer, Begin, Cancel, RequestRetrier
 from radixkv.scheduler.handoff import (
@@ -26,6 +26,12 @@ from radixkv.scheduler.handoff import (
     Refuse,
     Renew,
     Timing,
+)
+from radixkv.scheduler.handoff.gateway_messages import (
+    GATEWAY,
+    AttemptMessage,
+    DeliveryAck,
+    FollowAttempt,
 )
 
 from .harness import KEY, PROMPT, D, P, Pair
@@ -251,6 +257,19 @@ def test_remember_s_must_exceed_silence_s() -> None:
         NodeReporter(1, Timing(remember_s=5.0))
 
 
+def test_nothing_is_kept_of_attempts_that_were_reported() -> None:
+    reporter = NodeReporter(1, Timing())
+    for number in range(3):
+        key, request = AttemptKey(str(number), 1), Request("r1", PROMPT, 4)
+        reporter.report(handoff.Started(key, request, 0), 0.0)
+        reporter.follow(FollowAttempt(key, 0))
+        reporter.report(handoff.Finished(key, request), 0.0)
+        for message in reporter.take_messages():
+            if isinstance(message, AttemptMessage):
+                reporter.acknowledge(GATEWAY, DeliveryAck.of(message))
+    assert (reporter._decoding, reporter._followed, reporter.num_unacked) == ({}, {}, 0)
+
+
 def test_a_request_is_retried_and_answered_once() -> None:
     gateway = RequestRetrier(max_attempts=2, backoff_s=1, request_s=100)
     gateway.submit("a")
@@ -365,3 +384,39 @@ def test_p_has_not_lost_a_busy_d_nor_one_that_gives_up() -> None:
     pair.p.receive(D, abort)
     [failed] = pair.actions(pair.p, "PrefillFailed")
     assert not failed.is_lost
+
+
+def test_p_has_lost_no_d_that_answers_too_late() -> None:
+    pair = Pair(handoff)
+    header = pair.granted().header
+    pair.p.computed(KEY, len(PROMPT))
+    pair.p.sampled(KEY, 1, Hits())
+    for now in range(1, int(Timing().transfer_s) + 1):
+        pair.p.receive(D, Renew(header))
+        pair.p.tick(float(now))
+    [failed] = pair.actions(pair.p, "PrefillFailed")
+    assert failed.reason == "no answer from the decode node while committed"
+    assert not (failed.is_lost or failed.is_busy or failed.is_final)
+
+
+def test_p_gives_up_as_busy_a_d_that_receives_the_same_blocks_for_too_long() -> None:
+    pair = Pair(handoff)
+    header = Header(KEY, 1, pair.begin().header.epoch)
+    for now in range(1, int(Timing().transfer_s) + 1):
+        pair.p.receive(D, Renew(header))
+        pair.p.tick(float(now))
+    [failed] = pair.actions(pair.p, "PrefillFailed")
+    assert failed.reason == "the decode node receives the same blocks for another request"
+    assert failed.is_busy and not (failed.is_lost or failed.is_final)
+
+
+def test_p_asks_again_when_the_time_has_passed_since_it_asked() -> None:
+    p = PrefillSide(CacheManager(8, 2), epoch=1, timing=Timing(), order="prefill_complete")
+    p.begin(KEY, D, Request("r1", PROMPT, 4))
+    p.tick(50.0)
+    p.computed(KEY, len(PROMPT))
+    p.sampled(KEY, 1, Hits())
+    [asked] = posted(p)
+    for later_s, expected in ((0.99, []), (1.0, [asked])):
+        p.tick(50.0 + later_s * Timing().retry_s)
+        assert posted(p) == expected

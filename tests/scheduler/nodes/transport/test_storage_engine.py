@@ -12,6 +12,10 @@ import pytest
 from radixkv.kvcache.storage import (
     Backend,
     BackendUnreachableError,
+    Completion,
+    Kind,
+    Status,
+    StorageOpId,
     StorageUrlError,
     StorageWorkers,
     open_backend,
@@ -195,3 +199,109 @@ def test_what_no_other_node_reaches_is_refused() -> None:
         open_transport("storage", storage="redis://127.0.0.1:1")
     with pytest.raises(StorageUrlError):
         open_transport("storage", storage="redis://127.0.0.1:1/x/y")
+
+
+class ByHand:
+    """A storage whose operations end, and whose fences fall, when the test says so."""
+
+    def __init__(self) -> None:
+        self.open: list[StorageOpId] = []
+        self.cancelled: list[StorageOpId] = []
+        self.unfenced: set[StorageOpId] = set()
+        self._ended: list[Completion] = []
+        self._num_begun = 0
+
+    def _begin(self, *_: object, **__: object) -> StorageOpId:
+        self._num_begun += 1
+        self.open.append(StorageOpId(self._num_begun))
+        return self.open[-1]
+
+    store = load = delete = _begin
+
+    def end(self, status: Status) -> None:
+        """End the oldest operation."""
+        self._ended.append(Completion(self.open.pop(0), 0, Kind.LOAD, (status,)))
+
+    def poll(self) -> list[Completion]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def cancel(self, operation: StorageOpId) -> bool:
+        self.cancelled.append(operation)
+        return True
+
+    def fenced(self, operation: StorageOpId) -> bool:
+        return operation not in self.unfenced
+
+
+PART = describe([np.zeros(60, np.uint8)], num_blocks=1)
+
+
+def by_hand() -> tuple[ByHand, StorageEngine]:
+    storage = ByHand()
+    return storage, StorageEngine(storage, 100)  # type: ignore[arg-type]
+
+
+def nothing_is_left(engine: StorageEngine) -> bool:
+    """Whether no part takes memory, and no operation is remembered."""
+    counts = engine._stored_bytes, engine._loaded_bytes, engine.quarantined_bytes
+    return counts == (0, 0, 0) and not engine._ended and engine.maintain_every_s is None
+
+
+def begin_pull(engine: StorageEngine) -> Any:
+    return engine.pull(seal(bytes(32)), PART, make_digest_key())
+
+
+@pytest.mark.parametrize(
+    ("status", "fault", "reason"),
+    [
+        (Status.LOADED, None, ""),
+        (Status.MISSING, Fault.EXPIRED, "it is not in storage any more"),
+        (Status.CORRUPT, Fault.CORRUPT, "storage has a damaged value"),
+        (Status.FAILED, Fault.FAILED, "storage: failed"),
+    ],
+)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_load_takes_its_memory_until_nothing_writes_it(
+    status: Status, fault: Fault | None, reason: str, is_late: bool
+) -> None:
+    storage, engine = by_hand()
+    pull = begin_pull(engine)
+    assert (pull.advance(), begin_pull(engine)) == (0, None), "there is room for one"
+    if is_late:
+        storage.unfenced.add(pull.operation)
+        pull.abandon()
+        assert storage.cancelled == [pull.operation] and engine.quarantined_bytes == 60
+        storage.end(status)
+        engine.maintain()
+        assert begin_pull(engine) is None, "a thread may still write"
+        storage.unfenced.clear()
+    else:
+        storage.end(status)
+        if fault is None:
+            assert pull.advance() == 1 and not pull.arrays[0].flags.writeable
+            pull.free()
+        else:
+            with pytest.raises(PullError, match=f"^{reason}$") as caught:
+                pull.advance()
+            assert caught.value.fault is fault
+            pull.abandon()
+    engine.maintain()
+    assert nothing_is_left(engine) and begin_pull(engine)
+
+
+@pytest.mark.parametrize("status", [Status.STORED, Status.FAILED])
+def test_a_store_takes_its_memory_until_its_value_is_deleted(status: Status) -> None:
+    storage, engine = by_hand()
+    given = [np.zeros(60, np.uint8)]
+    offer = engine.offer(given)
+    assert offer is not None and engine.offer(given) is None, "there is room for one"
+    offer.withdraw(was_read=False)
+    assert not offer.is_withdrawn()
+    storage.unfenced.add(storage.open[0])
+    storage.end(status)
+    assert not offer.is_withdrawn() and storage.open == [], "a thread may still store it"
+    storage.unfenced.clear()
+    assert not offer.is_withdrawn() and len(storage.open) == 1
+    storage.end(Status.DELETED)
+    assert offer.is_withdrawn() and nothing_is_left(engine) and engine.offer(given)

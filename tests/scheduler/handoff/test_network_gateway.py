@@ -1,0 +1,125 @@
+"""`NetworkGateway`: which messages count, and what is left of nodes and requests that are gone."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from radixkv.scheduler.errors import NodesMissingError
+from radixkv.scheduler.gateway.network_gateway import NetworkGateway, SendToNode
+from radixkv.scheduler.handoff import Hits
+from radixkv.scheduler.handoff.gateway_messages import (
+    CacheUpdate,
+    Finished,
+    NodeStatus,
+    PrefillFailed,
+    Progress,
+    Role,
+    RunPrefill,
+    Started,
+)
+from radixkv.scheduler.request import Request
+
+SILENCE_S = 5.0
+
+
+def join(gateway: NetworkGateway, name: str, now: float, epoch: int = 1, **more: Any) -> None:
+    role: Role = "prefill" if name[0] == "p" else "decode"
+    status = NodeStatus(role, "127.0.0.1:5", "jax", 4, 64, "m", **more)
+    gateway.receive(name, epoch, status, now)
+
+
+def make(*names: str, **options: Any) -> NetworkGateway:
+    gateway = NetworkGateway(silence_s=SILENCE_S, backoff_s=0.0, **options)
+    for name in names:
+        join(gateway, name, 0.0)
+    gateway.take_actions()
+    return gateway
+
+
+def run(gateway: NetworkGateway, now: float) -> RunPrefill:
+    """Return the only attempt that the gateway sends."""
+    gateway.tick(now)
+    sent = [each.message for each in gateway.take_actions() if isinstance(each, SendToNode)]
+    [found] = [message for message in sent if isinstance(message, RunPrefill)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["p0", "d0"], "d0 has not been heard of for 7 s, and no other decode node serves"),
+        (["p0", "d0", "d1"], "d0 and d1 have not been heard of for 7 s, and no other decode node"),
+    ],
+)
+def test_missing_nodes_are_named_after_the_time(names: list[str], text: str) -> None:
+    gateway = make(*names)
+    for now in (0.0, 4.0, 8.0):
+        join(gateway, "p0", now)
+        gateway.tick(now)
+    gateway.check(7.0, 6.999)
+    with pytest.raises(NodesMissingError, match=f"^{re.escape(text)}"):
+        gateway.check(7.0, 7.0)
+    gateway = make(*names)
+    gateway.tick(SILENCE_S)
+    with pytest.raises(NodesMissingError, match=f" for {SILENCE_S:g} s, and no "):
+        gateway.check(1.0, SILENCE_S)  # those silent for less are not gone
+    gateway.check(1.0, SILENCE_S - 1)
+
+
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_only_the_epoch_that_joined_is_heard(epoch: int) -> None:
+    gateway = make("d0")
+    join(gateway, "p0", 0.0, epoch=2)
+    gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    key = run(gateway, 0.0).key
+    gateway.receive("p0", epoch, PrefillFailed(key, "no", is_final=True), 4.0)
+    assert (gateway.take_actions(), gateway.nodes["p0"].heard_at) == ([], 0.0)
+    gateway.receive("p0", 2, PrefillFailed(key, "no", is_final=True), 4.0)
+    assert gateway.failures == {"a": "no"} and gateway.nodes["p0"].heard_at == 4.0
+
+
+def test_a_message_that_waits_in_vain_counts_as_no_attempt() -> None:
+    gateway = make("p0", "d0", max_attempts=1)
+    gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    for now in range(4):
+        gateway.unsent("p0", run(gateway, float(now)))
+        for name in ("p0", "d0"):
+            join(gateway, name, float(now))
+    assert gateway.failures == {}
+    gateway.unsent("p0", run(gateway, 4.0), error="it has 9 bytes, the limit is 8")
+    assert gateway.failures == {"a": "it has 9 bytes, the limit is 8"}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_nothing_is_left_of_nodes_and_attempts_that_are_gone(role: str) -> None:
+    gateway = make("p0", "d0", stream=True)
+    sizes = []
+    for life in range(1, 4):
+        now = 100.0 * life
+        for name in ("p0", "d0"):
+            join(gateway, name, now, epoch=life, num_updates=2, unheard=("d1",))
+            missed = CacheUpdate(1, False, b"", b"", b"", b"")
+            gateway.receive(name, life, missed, now)
+        gateway.add_request(Request(f"ends {life}", [1, 2, 3], 2), now)
+        key = run(gateway, now).key
+        gateway.receive("d0", life, Started(key), now)
+        gateway.receive("d0", life, Finished(key, (1, 2), Hits(), 0), now)
+        gateway.add_request(Request(f"is lost {life}", [1, 2, 3], 2), now)
+        started = run(gateway, now).key
+        gateway.receive("d0", life, Started(started), now)
+        gateway.receive("d0", life, Progress(()), now)
+        join(gateway, "d0" if role == "prefill" else "p0", now + 4, epoch=life)
+        gateway.tick(now + SILENCE_S)
+        assert len(gateway.nodes) == 1
+        gateway.abort(f"is lost {life}")
+        gateway.tick(now + 2 * SILENCE_S)
+        assert not gateway.nodes
+        gateway.take_ended(), gateway.take_advanced(), gateway.take_actions()
+        sizes.append((gateway.num_open, gateway.num_unacked, len(gateway._asked)))
+    assert sizes == [(0, 0, 0)] * 3
+    join(gateway, "d0", 1000.0, epoch=9)
+    join(gateway, "d0", 1001.0, epoch=9)  # now it looks at what it follows
+    assert gateway._followed == {}
