@@ -205,3 +205,23 @@ def test_an_output_that_cannot_go_on_ends(directory):
     words = np.full(11, -1, np.int32)
     guide.allow([5, 6, 7, 8], words)  # of which none is in the grammar
     assert [bit for bit in range(352) if words[bit // 32] >> (bit % 32) & 1] == [1]
+
+
+def test_an_end_token_without_a_bit_is_left_out(directory):
+    guide = TextTokenizer(directory).guide(Guided(regex="ab"), {1})
+    guide._end_token_ids = [1, 352]
+    words = np.zeros(11, np.int32)
+    guide.allow([5, 6, 7, 8], words)
+    assert words.tolist() == [2, *[0] * 10]
+
+
+def test_a_copy_of_a_guide_is_at_its_beginning_whatever_the_other_does(directory):
+    tokenizer = TextTokenizer(directory)
+    first = tokenizer.guide(Guided(choice=["ab", "cd"]), {1})
+    second = first.copy()
+    at_first, later = np.zeros(11, np.int32), np.zeros(11, np.int32)
+    first.allow([], at_first)
+    first.allow(tokenizer.encode("a"), later)
+    assert at_first.any() and later.any() and later.tolist() != at_first.tolist()
+    second.allow([], later)
+    assert later.tolist() == at_first.tolist()

@@ -140,6 +140,22 @@ def test_a_lookup_tells_what_storage_has(ok: list[bool]) -> None:
     assert media == ["STORAGE"] * sum(ok)
 
 
+@pytest.mark.parametrize("is_dispatched", [False, True])
+def test_a_cancelled_lookup_tells_nothing(is_dispatched: bool) -> None:
+    manager = CacheManager(2, 2, host=HostConfig(2), storage=STORAGE, record_events=True)
+    tiers = manager.tiers
+    assert tiers is not None
+    for _ in range(2):
+        prefetch = tiers.prefetch([1, 2])
+        assert prefetch is not None
+        operations = tiers.take_operations() if is_dispatched or not prefetch.op_id > 1 else []
+        if prefetch.op_id == 1:
+            tiers.complete(operations[0].id, [True])
+            assert [stored(event).medium for event in taken(manager)] == ["STORAGE"]
+        tiers.cancel(prefetch)
+        assert taken(manager) == []
+
+
 def test_a_replay_buffer_keeps_the_last_batches() -> None:
     buffer: ReplayBuffer[str] = ReplayBuffer(2)
     assert buffer.since(0) == []

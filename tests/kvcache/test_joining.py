@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from radixkv.kvcache import CacheManager, Lease
+from radixkv.kvcache import CacheManager, Lease, OpKind
 from radixkv.kvcache.tiers.host_tier import WritePolicy
 
 from .helpers import hit, serve, start
@@ -177,3 +177,15 @@ def test_runs_are_joined_in_every_tier(write: WritePolicy, storage: bool):
     memory.settle()
     memory.read(lease, TRUNK)
     manager.check()
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_run_in_storage_is_joined_only_with_runs_in_storage(is_stored: bool):
+    memory = TierMemory(60, 60, "through", storage=True)
+    memory.serve(TRUNK[:5])
+    memory.serve_without_copies(TRUNK)
+    memory.finish(memory.one(OpKind.DEVICE_TO_HOST))
+    memory.finish(memory.one(OpKind.HOST_TO_STORAGE), is_stored)
+    assert num_nodes(memory.manager) == 2
+    memory.serve(TRUNK)
+    assert num_nodes(memory.manager) == (1 if is_stored else 2)

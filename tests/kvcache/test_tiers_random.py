@@ -15,6 +15,8 @@ from typing import get_args
 import pytest
 
 from radixkv.kvcache import (
+    AllBlocksCleared,
+    BlockStored,
     Lease,
     Operation,
     OpKind,
@@ -63,12 +65,14 @@ class World:
             hits=r.choice([0, 0, 1, 2]) if write == "through" else 0,
             block_size=self.block_size,
             storage=r.random() < 0.6,
+            record_events=True,
         )
         self.manager, self.tiers = self.memory.manager, self.memory.tiers
         self.running: list[Running] = []
         self.waiting: list[Waiting] = []
         self.prefetches: list[Prefetch] = []
         self.asked: list[list[int]] = []  # the tokens of all requests
+        self.there: dict[str, set[int]] = {"GPU": set(), "CPU": set()}  # as the events say
         self.actions: dict[Callable[[], None], float] = {
             self.admit: 30,
             self.resume: 8,
@@ -91,6 +95,7 @@ class World:
         for action in self.random.choices(actions, weights, k=NUM_STEPS):
             action()
             self.manager.check()
+            self.check_stats(is_reset=action == self.reset)
         self.drain()
 
     # Requests
@@ -130,6 +135,7 @@ class World:
         except (OutOfBlocksError, RequestTooLargeError):
             return False
         assert tokens == before
+        self.count_admission(lease)
         self.memory.read(lease, tokens[: lease.num_hit_blocks * self.block_size], namespace)
         self.running.append(Running(lease, tokens, namespace))
         return True
@@ -154,9 +160,17 @@ class World:
         self.memory.write(request.lease, request.tokens[:upto], request.computed, request.namespace)
         request.computed = upto
         if self.random.random() < 0.9:
-            self.manager.publish(request.lease, request.tokens[:upto])
+            self.publish(request, upto)
         if upto == len(request.tokens) and self.random.random() < 0.3:
             self.end(request)
+
+    def publish(self, request: Running, num_tokens: int) -> None:
+        """Publish tokens; those of blocks that others have published are duplicates."""
+        tokens, before = request.tokens[:num_tokens], self.manager.stats().duplicate_blocks
+        others = self.manager.match(tokens, request.namespace).num_blocks
+        expected = max(others - request.lease.num_shared_blocks, 0)
+        self.manager.publish(request.lease, tokens)
+        assert self.manager.stats().duplicate_blocks == before + expected
 
     def fork(self) -> None:
         if (request := self.pick()) is None:
@@ -166,6 +180,7 @@ class World:
             lease = self.tiers.fork(request.lease, tokens)
         except OutOfBlocksError:
             return
+        self.count_admission(lease)
         self.running.append(Running(lease, tokens, request.namespace))
 
     def release(self) -> None:
@@ -234,6 +249,46 @@ class World:
         if self.memory.unfenced:
             unfenced: list[Operation] = [each for each, _ in self.memory.unfenced.values()]
             self.memory.fence(self.random.choice(unfenced))
+
+    # What the statistics should say
+
+    def count_admission(self, lease: Lease) -> None:
+        self.memory.counts["admitted"] += 1
+        self.memory.counts["hit_blocks"] += lease.num_hit_blocks
+
+    def check_stats(self, *, is_reset: bool) -> None:
+        """Compare each count that the calls and the events determine."""
+        counts, stats = self.memory.counts, self.manager.stats()
+        tiers = stats.tiers
+        assert tiers is not None
+        batch = self.manager.take_events()
+        for event in () if batch is None else batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self.there = {"GPU": set(), "CPU": set()}
+            elif event.medium != "STORAGE":
+                there, hashes = self.there[event.medium], set(event.block_hashes)
+                if isinstance(event, BlockStored):
+                    assert not hashes & there
+                    there |= hashes
+                else:
+                    assert hashes <= there
+                    there -= hashes
+                    if event.medium == "GPU" and not is_reset:
+                        counts["evicted_blocks"] += len(hashes)
+        assert stats.cached_blocks == len(self.there["GPU"])
+        assert tiers.host_cached_blocks == len(self.there["CPU"])
+        assert stats.num_blocks == self.manager.num_blocks
+        assert self.manager.available == stats.free_blocks + stats.idle_blocks
+        assert stats.private_blocks == stats.num_blocks - stats.free_blocks - stats.cached_blocks
+        saving = sum(not each.parked.saved for each in self.waiting)
+        assert stats.live_leases == len(self.running) + saving
+        assert tiers.host_blocks == self.tiers.config.num_blocks
+        assert tiers.parked == len(self.waiting)
+        with_copies = self.tiers.config.write != "through"
+        counts["demoted_blocks"] = counts["evicted_blocks"] * with_copies
+        for name, expected in counts.items():
+            found = getattr(stats, name, None)
+            assert (getattr(tiers, name) if found is None else found) == expected, name
 
     def drain(self) -> None:
         """End everything; then all blocks are free or cached, in each tier."""

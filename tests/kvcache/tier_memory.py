@@ -42,6 +42,7 @@ class TierMemory:
         hits: int = 0,
         block_size: int = 1,
         storage: bool = False,
+        record_events: bool = False,
     ) -> None:
         self.namespace = StorageNamespace("m", "w", "float32", block_size, (0, 1), (0, 1))
         self.manager = CacheManager(
@@ -49,6 +50,7 @@ class TierMemory:
             block_size,
             host=HostConfig(host_blocks, write, hits),
             storage=self.namespace if storage else None,
+            record_events=record_events,
         )
         assert self.manager.tiers is not None
         self.tiers = self.manager.tiers
@@ -59,6 +61,7 @@ class TierMemory:
         self.kinds: Counter[OpKind] = Counter()  # operations, so far
         self.flight: dict[OpId, tuple[Operation, list[Tag]]] = {}
         self.unfenced: dict[OpId, tuple[Operation, list[bool]]] = {}
+        self.counts: Counter[str] = Counter()  # what the statistics should say
 
     # Operations
 
@@ -89,7 +92,13 @@ class TierMemory:
         self._write(operation, _where(tags, results))
         if not fenced:
             self.unfenced[operation.id] = operation, results
-        return self.tiers.complete(operation.id, results, fenced=fenced)
+        is_first = self.tiers.complete(operation.id, results, fenced=fenced)
+        self.counts["late_completions"] += not is_first
+        if is_first and operation.kind is OpKind.HOST_TO_STORAGE:
+            self.counts["stored_blocks"] += sum(results)
+        if is_first and operation.kind is OpKind.STORAGE_TO_HOST:
+            self.counts["fetched_blocks"] += [*results, False].index(False)
+        return is_first
 
     def fence(self, operation: Operation) -> bool:
         """Fence an operation that has its result; it writes one last time."""
@@ -98,7 +107,9 @@ class TierMemory:
         if len(operation.destinations):
             memory = self.device if _is_on_device(operation) else self.host
             memory.update(dict.fromkeys(as_list(operation.destinations[lost]), GARBAGE))
-        return self.tiers.fence(operation.id)
+        is_news = self.tiers.fence(operation.id)
+        self.counts["late_completions"] += not is_news
+        return is_news
 
     def settle(self) -> None:
         """Dispatch and complete all operations, and those that follow from them."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import getsource
@@ -60,14 +60,14 @@ class Explorer:
         self._traced = [module.__file__ or "" for module in self._modules]
         self._num_points = 0
 
-    def explore(self, seeds: range) -> int | None:
+    def explore(self, seeds: Iterable[int]) -> int | None:
         """Return the number of the first schedule that fails, counted from 1; None if none does."""
         for count, seed in enumerate(seeds, 1):
             if self._run(seed).error is not None:
                 return count
         return None
 
-    def check(self, seeds: range) -> None:
+    def check(self, seeds: Iterable[int]) -> None:
         """Raise `Found` for the first schedule that fails."""
         for seed in seeds:
             self.replay(seed)

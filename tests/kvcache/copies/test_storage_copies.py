@@ -93,6 +93,15 @@ class TestStorage:
             bench.start(OpKind.LOOKUP, keys=KEYS[:1])
         assert len(storage.asked) == 5
 
+    @pytest.mark.parametrize("status", [Status.DROPPED, Status.FAILED])
+    def test_a_load_without_a_time_out_does_not_show_a_hang(self, bench, storage, status):
+        bench.start(IN, destinations=[1], keys=KEYS[:1])
+        storage.end(storage.asked[0], [status], fenced=True)  # one value may be bad
+        bench.driver.poll()
+        for _ in range(2):
+            bench.start(OpKind.LOOKUP, keys=KEYS[:1])
+        assert len(storage.asked) == 3
+
     @pytest.mark.parametrize("kind", [OUT, IN])
     @pytest.mark.parametrize(
         ("status", "outcome"),
@@ -118,6 +127,16 @@ class TestStorage:
     def test_cancel(self, bench, storage, fenced):
         op_id = bench.start(IN, destinations=[1], keys=KEYS[:1])
         storage.asked[0].fenced = fenced
+        bench.driver.cancel([op_id])
+        assert (bench.driver.poll(), bench.driver.fenced()) == ([], [op_id] if fenced else [])
+        storage.asked[0].fenced = True
+        assert (bench.driver.poll(), bench.driver.fenced()) == ([], [] if fenced else [op_id])
+
+    @pytest.mark.parametrize("fenced", [False, True])
+    def test_cancel_after_an_end_that_was_not_returned(self, bench, storage, fenced):
+        op_id = bench.start(OUT, [1], keys=KEYS[:1])
+        storage.end(storage.asked[0], [Status.STORED], fenced=fenced)
+        assert bench.driver.fenced() == []  # the result is there, and takes the fence along
         bench.driver.cancel([op_id])
         assert (bench.driver.poll(), bench.driver.fenced()) == ([], [op_id] if fenced else [])
         storage.asked[0].fenced = True

@@ -148,6 +148,16 @@ class TestDeviceToHost:
         assert (stats.bytes_in_flight, stats.errors) == (0, {"MemoryError": 1})
         assert stats.operations == {(DOWN, Outcome.FAILED): 1}
 
+    def test_padding_that_the_writer_refuses_gives_its_bytes_back(self, monkeypatch):
+        def refuse(staged):
+            raise MemoryError
+
+        with Bench(max_blocks_per_copy=4) as bench:
+            monkeypatch.setattr(bench.driver._writer, "submit", refuse)
+            op_id = bench.start(DOWN, [1, 2, 3], [1, 2, 3])  # four blocks are staged
+            assert bench.results() == [OperationResult(op_id, (False,) * 3, fenced=True)]
+            assert bench.driver.stats().bytes_in_flight == 0
+
     def test_blocks_over_the_budget_are_dropped(self):
         num_bytes = BlockArrays.zeros(**SIZES, dtype=jnp.dtype(jnp.float32)).keys[0][0].nbytes * 4
         with Bench(max_bytes_in_flight=3 * num_bytes) as bench:
@@ -297,8 +307,20 @@ class TestRefused:
         with pytest.raises(MemoryError):
             bench.start(UP, [1], [1])
 
-    def test_pools_of_another_shape_are_refused(self, bench):
-        arrays = BlockArrays.zeros(**{**SIZES, "head_dim": 5}, dtype=jnp.dtype(jnp.float32))
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"num_layers": 3},
+            {"kv_heads": 7},
+            {"block_size": 7},
+            {"head_dim": 5},
+            {"dtype": "float16"},
+        ],
+        ids=lambda other: next(iter(other)),
+    )
+    def test_pools_of_another_shape_or_dtype_are_refused(self, bench, other):
+        sizes = {**SIZES, "dtype": "float32", **other}
+        arrays = BlockArrays.zeros(**{**sizes, "dtype": jnp.dtype(sizes["dtype"])})
         with pytest.raises(ValueError, match="layers, block and dtype"):
             bench.driver.warm_up(arrays)
 

@@ -17,6 +17,7 @@ from radixkv.kvcache.storage.urls import (
     is_server_url,
     namespace_digits,
     open_backend,
+    open_storage,
 )
 
 from .conformance import KEYS, get, keys_of, put
@@ -41,6 +42,13 @@ def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(synced) == 1
         assert backend.stats()["max_bytes"] == 1000
     assert (directory / KEYS[0].hex()[:2] / KEYS[0].hex()).read_bytes() == b"abc"
+
+
+def test_a_directory_without_a_limit_holds_16_gib(tmp_path: Path) -> None:
+    for number, (max_bytes, expected) in enumerate([(None, 16 * 2**30), (5000, 5000)]):
+        storage = open_storage((tmp_path / str(number)).as_uri(), None, max_bytes=max_bytes)
+        assert storage.stats().backend["max_bytes"] == expected
+        assert storage.close()
 
 
 def test_which_urls_name_a_server() -> None:

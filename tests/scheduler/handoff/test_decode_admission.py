@@ -144,3 +144,11 @@ def test_room_is_set_aside_for_twice_the_time_between_two_asks() -> None:
     fairness.refused("large", 5, 4.0)
     assert fairness.set_aside("small", 11.9) == [5]
     assert fairness.set_aside("small", 12.0) == []
+
+
+def test_who_has_not_asked_for_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.scheduler.fairness.MAX_REMEMBERED", 2)
+    fairness = AdmissionFairness(9.0, max_overtaken=0)
+    for now, (name, num_blocks) in enumerate([("a", 1), ("b", 2), ("a", 1), ("c", 3)]):
+        fairness.refused(name, num_blocks, float(now))
+    assert fairness.set_aside("d", 4.0) == [1, 3]

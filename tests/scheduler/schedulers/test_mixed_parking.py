@@ -254,3 +254,15 @@ def test_blocks_that_running_requests_share_are_counted_once():
     assert preemption.copies_will_free(available)
     assert not preemption.copies_will_free(available + 1)
     harness.drain()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_who_waits_for_blocks_comes_last_in_the_policys_order(count):
+    harness = TierHarness(7, 2, preempt="host")
+    requests = [Request(str(number), [1, 2], 4) for number in range(4)]
+    for number, request in enumerate(requests):
+        request.arrival, request.num_computed = -number, 2
+    requests[3].num_computed = 3  # its block has room for one more token
+    waits = harness.scheduler._batch.preemption._last_to_grow(requests[::-1], count)
+    assert waits == set(requests[:count])
+    assert harness.scheduler.stats().waits_for_blocks == count

@@ -143,6 +143,18 @@ def test_a_request_fetches_the_blocks_after_a_shared_prefix():
     assert stats.tiers is not None and stats.tiers.fetched_blocks == 6
 
 
+@pytest.mark.parametrize("num_host_blocks", [7, 8, 9])
+def test_prefetches_ahead_may_fill_the_host_tier(num_host_blocks):
+    harness = TierHarness(8, 2, host=HostConfig(num_host_blocks), storage=True)
+    harness.copier.fate = held_when(*KINDS)
+    assert harness.submit(PROMPT, name="first").prefetch is not None
+    second = harness.submit([7, *PROMPT[:-1]], name="second")  # four blocks, too
+    assert (second.prefetch is not None) == (num_host_blocks >= 8)
+    assert harness.scheduler.stats().prefetches_put_off == (num_host_blocks < 8)
+    harness.copier.fate = held_when()
+    harness.drain()
+
+
 def test_prefetches_ahead_do_not_exceed_the_host_tier():
     harness = TierHarness(8, 2, host=HostConfig(6), storage=True, memories=stored())
     harness.copier.fate = held_when(*KINDS)

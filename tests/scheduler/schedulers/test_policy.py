@@ -1,10 +1,13 @@
 """Policies: orders that are total and do not change."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler.policy import Fcfs, Policy, Priority
+from radixkv.scheduler.errors import ConfigError
+from radixkv.scheduler.policy import Fcfs, Policy, Priority, as_policy
 from radixkv.scheduler.request import Request
 
 
@@ -40,3 +43,17 @@ def test_an_order_is_unique_and_does_not_change_as_a_request_goes_on(
         request.append(3)
         request.num_preemptions += 1
     assert [policy.order(request) for request in requests] == orders
+
+
+@pytest.mark.parametrize(
+    "policy", [Fcfs, "fcfs", 1, object()], ids=["class", "name", "number", "object"]
+)
+def test_what_is_no_policy_is_refused(policy: Any):
+    with pytest.raises(ConfigError, match=r"^policy must be an object with a method `order`, such"):
+        as_policy(policy)
+
+
+def test_the_default_is_first_come_first_served():
+    assert isinstance(as_policy(None), Fcfs)
+    chosen = Priority()
+    assert as_policy(chosen) is chosen

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from radixkv.kvcache import RadixKVError, TokenError
+from radixkv.scheduler import request
 from radixkv.scheduler.errors import RequestError
 from radixkv.scheduler.request import GREEDY, Request, RequestStatus, SamplingParams
+from radixkv.scheduler.step_plan import SchedulerStats
 
 
 def refused(error: type[RadixKVError], text: str):
@@ -204,3 +206,36 @@ def test_sampling_values_at_the_ends_of_their_ranges_are_accepted():
     SamplingParams(temperature=1e9, top_k=2**31 - 1, top_p=1.0, seed=2**32 - 1)
     SamplingParams(min_p=1.0, presence_penalty=2, frequency_penalty=-2, min_tokens=2**31 - 1)
     SamplingParams(repetition_penalty=1e-9, presence_penalty=-2, frequency_penalty=2)
+
+
+def test_prompt_and_output_may_have_as_many_tokens_as_int32_has_positions(monkeypatch):
+    assert request.MAX_TOKENS == 2**31 - 1
+    monkeypatch.setattr(request, "MAX_TOKENS", 10)
+    assert Request("a", [1] * 4, 6).max_kv_tokens == 9
+    text = r"^request 'a': 4 prompt tokens and 7 new ones are more than 10$"
+    with pytest.raises(RequestError, match=text):
+        Request("a", [1] * 4, 7)
+
+
+def test_hits_end_before_the_first_token_without_a_record():
+    asks = Request("a", [1, 2, 3], 1, prompt_logprobs=0)
+    found = []
+    for _ in range(3):
+        found.append(asks.max_hit_tokens)
+        asks.prompt_records.append(None)
+    assert found == [0, 1, None]
+    assert Request("b", [1, 2, 3], 1).max_hit_tokens is None
+
+
+def test_prompt_tokens_are_counted_once():
+    stats = SchedulerStats(
+        hit_tokens=1,
+        host_hit_tokens=2,
+        storage_hit_tokens=4,
+        received_tokens=8,
+        prefill_tokens=64,
+        recomputed_tokens=16,
+        resumed_hit_tokens=128,
+        decode_tokens=256,
+    )
+    assert stats.prompt_tokens == 1 + 2 + 4 + 8 + 64 - 16

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager
+from radixkv.scheduler.batching.batch import BatchScheduler
 from radixkv.scheduler.request import Request, lease_of
 from radixkv.scheduler.reservation import HORIZON_CLIP_TOKENS, Reservation, needed_to_finish
 
@@ -288,3 +289,23 @@ def test_the_guard_of_a_decode_node_is_exact(held, num_common, num_own, max_new_
 
 def blocks_of(*holders: Request) -> set[int]:
     return {block for each in holders for block in lease_of(each).block_table.tolist()}
+
+
+def test_requests_that_are_received_take_slots():
+    manager = CacheManager(16, 2)
+    held = [receiving(2, 2)]
+    batch = BatchScheduler(
+        manager,
+        token_budget=8,
+        max_running=2,
+        policy=None,
+        reserve_tokens=0,
+        receiving=lambda: held,
+    )
+    for name in "ab":
+        batch.add(Request(name, [ord(name)], 2))
+    plan = batch.schedule()
+    assert [request.request_id for request in plan.admitted] == ["a"]
+    batch.update(plan, [1])
+    held.clear()
+    assert [request.request_id for request in batch.schedule().admitted] == ["b"]

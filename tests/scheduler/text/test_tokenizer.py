@@ -12,6 +12,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from radixkv.scheduler import ConfigError, RequestError
 from radixkv.scheduler.models import CheckpointFileError, MissingExtraError
@@ -80,6 +81,18 @@ def test_a_chat_is_what_the_template_says(directory):
     assert tokenizer.encode_chat(MESSAGES, add_generation_prompt=False) == (
         encode(expected.removesuffix("<|assistant|>")).ids
     )
+
+
+def test_only_a_text_gets_the_special_tokens_of_the_tokenizer(tmp_path):
+    """Those of a chat are in its template."""
+    tokenizer = byte_level()
+    begin = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    add_tokenizer(tmp_path, tokenizer, chat_template="{{ messages[0].content }}")
+    found = TextTokenizer(tmp_path)
+    tokens = byte_level().encode("the cache").ids
+    assert found.encode("the cache") == [begin, *tokens]
+    assert found.encode_chat([{"role": "user", "content": "the cache"}]) == tokens
 
 
 def rendered(directory: Path, template: object, **config: Any) -> str:
@@ -213,8 +226,10 @@ def test_a_name_is_downloaded(tmp_path, monkeypatch):
     assert locate_model("owner/name", "v1") == tmp_path
     [(name, revision, patterns)] = calls
     assert (name, revision) == ("owner/name", "v1")
-    assert {"config.json", "tokenizer.json", "model*.safetensors"} <= set(patterns)
-    assert not {"*", "*.bin", "*.safetensors"} & set(patterns)
+    configs = {"config.json", "generation_config.json", "tokenizer_config.json"}
+    texts = {"tokenizer.json", "chat_template.jinja"}
+    weights = {"model*.safetensors", "model.safetensors.index.json"}
+    assert set(patterns) == configs | texts | weights
 
 
 @pytest.mark.parametrize("offline", ["0", "1"])
