@@ -9,7 +9,7 @@ import pytest
 
 from radixkv.kernels import backends
 from radixkv.kernels.backends import TargetDevice
-from radixkv.kvcache import CountError, RadixKVError, RequestTooLargeError
+from radixkv.kvcache import CountError, NamespaceError, RadixKVError, RequestTooLargeError
 from radixkv.scheduler.engine import Engine, model_runner, programs
 from radixkv.scheduler.errors import ConfigError, RequestError
 from radixkv.scheduler.handoff import Timing
@@ -162,3 +162,16 @@ def test_a_cpu_gets_no_warning(model, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Engine(model("llama"), **SIZES).stats().attention_backend == "xla"
+
+
+def test_a_reset_that_is_refused_changes_nothing(engine):
+    serving = fresh(engine("llama", 4), depth=2)
+    request = Request("reset", [1, 2, 3], 4)
+    serving.add_request(request)
+    serving.step()  # it is in flight
+    before = request.num_scheduled, request.output_tokens[:], serving.stats()
+    keep: Any = b"a namespace"
+    with refused(NamespaceError, "keep must be a list of namespaces, each of them bytes"):
+        serving.reset_cache(keep)
+    assert (request.num_scheduled, request.output_tokens, serving.stats()) == before
+    assert serving.run() == [request]

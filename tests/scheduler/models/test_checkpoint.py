@@ -28,6 +28,7 @@ from radixkv.scheduler.models import (
     make_tiny_checkpoint,
     model_dtype,
 )
+from radixkv.scheduler.models.weights_digest import weights_digest
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
@@ -377,3 +378,14 @@ def test_broken_tokenizer_is_refused(tiny):
     with pytest.raises(CheckpointFileError) as caught:
         load_tokenizer(tiny)
     assert str(caught.value).startswith(f"{path}: not a tokenizer: ")
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_digest_is_of_every_shard(tmp_path, place):
+    digests = set()
+    for changed in (False, True):
+        for number in range(3):
+            content = b"changed" if changed and number == place else b"weights"
+            (tmp_path / f"model-{number}.safetensors").write_bytes(content)
+        digests.add(weights_digest(tmp_path))
+    assert len(digests) == 2

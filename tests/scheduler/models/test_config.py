@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from radixkv.scheduler.models import (
     load_config,
     make_tiny_checkpoint,
 )
-from radixkv.scheduler.models.config import parse_config
+from radixkv.scheduler.models.config import parse_config, parse_dtype
 from radixkv.scheduler.models.rope import inverse_frequencies
 
 PATH = Path("config.json")
@@ -253,3 +255,55 @@ def test_missing_and_broken_files_are_refused(tmp_path):
     with pytest.raises(CheckpointFileError) as caught:
         load_config(tmp_path)
     assert str(caught.value).startswith(f"{path}: not JSON: ")
+
+
+COUNTS = [
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+]
+
+
+@pytest.mark.parametrize("value", [True, 0, -1, 2.0, "2", [2]], ids=repr)
+@pytest.mark.parametrize("key", COUNTS)
+def test_what_is_no_count_is_refused(key, value):
+    text = f"config.json: {key} must be an integer of at least 1, got {value!r}"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(text)}$"):
+        parse_config({**QWEN3, key: value}, PATH)
+
+
+@pytest.mark.parametrize("value", [True, 0, -1, float("inf"), float("nan"), "2", [2]], ids=repr)
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
+def test_what_is_no_positive_number_is_refused(key, value):
+    text = f"config.json: {key} must be a number above 0, got {value!r}"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(text)}$"):
+        parse_config({**QWEN3, key: value}, PATH)
+
+
+def test_heads_without_a_size_have_that_of_their_family():
+    entries = {"hidden_size": 1024, "num_attention_heads": 16}
+    assert parse_config({**LLAMA, **entries}, PATH).head_dim == 64
+    assert parse_config({**QWEN3, **entries, "head_dim": None}, PATH).head_dim == 128
+
+
+def test_the_name_is_of_all_that_affects_kv():
+    config = parse_config(QWEN3, PATH)
+    names = {config.name}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        others = {"family": "llama", "rope": RopeConfig(2.0), "eos_token_ids": (1, 2)}
+        if field.name not in others:
+            others[field.name] = not value if isinstance(value, bool) else value + 1
+        names.add(replace(config, **{field.name: others[field.name]}).name)
+    assert len(names) == len(fields(config)), "all but the end tokens change it"
+
+
+def test_the_dtype_has_its_newer_name_if_there_are_two():
+    assert parse_dtype({"torch_dtype": "float32"}, PATH) == "float32"
+    assert parse_dtype({"torch_dtype": "float32", "dtype": "bfloat16"}, PATH) == "bfloat16"
+    assert parse_dtype({}, PATH) is None

@@ -263,6 +263,6 @@ def test_who_waits_for_blocks_comes_last_in_the_policys_order(count):
     for number, request in enumerate(requests):
         request.arrival, request.num_computed = -number, 2
     requests[3].num_computed = 3  # its block has room for one more token
-    waits = harness.scheduler._batch.preemption._last_to_grow(requests[::-1], count)
+    waits = harness.scheduler._batch.preemption._last_to_grow(requests, count)
     assert waits == set(requests[:count])
     assert harness.scheduler.stats().waits_for_blocks == count
