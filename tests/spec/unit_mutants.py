@@ -78,11 +78,16 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "scheduler/handoff/part_cut.py": _tests(_HANDOFF, "part_cut"),
     "scheduler/gateway/router.py": _tests(_HANDOFF, "router", "cache_index"),
     "scheduler/gateway/cache_index.py": _tests(_HANDOFF, "cache_index"),
+    "scheduler/gateway/gateway.py": _tests(
+        _HANDOFF, "gateway", "network_gateway", "request_copies", "scenarios"
+    ),
+    "scheduler/gateway/network_gateway.py": _tests(_HANDOFF, "network_gateway", "scenarios"),
+    "scheduler/gateway/retries.py": _tests(_HANDOFF, "gateway", "sides"),
     "scheduler/nodes/kv_sender.py": _tests(_NODES, "kv_sender"),
     "scheduler/nodes/transport/staging.py": _tests(_TRANSPORT, "staging"),
     "scheduler/nodes/transport/storage_engine.py": _tests(_TRANSPORT, "storage_engine"),
     "scheduler/nodes/transport/transfer_table.py": _tests(
-        _TRANSPORT, "storage_engine", "processes"
+        _TRANSPORT, "storage_engine", "nixl_engine", "processes"
     ),
     "kernels/block_copy/xla.py": _tests(_KERNELS, "block_copy"),
     "kernels/kv_write/xla.py": _tests(_KERNELS, "kv_write"),

@@ -6,8 +6,9 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import pytest
 from hypothesis import given
@@ -15,11 +16,16 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as TheirHistogram
 
+from radixkv.kvcache.stats import CacheStats, TierStats
 from radixkv.scheduler import metrics as package
-from radixkv.scheduler.metrics.definitions import table
+from radixkv.scheduler.engine.stats import CopyStats, EngineStats
+from radixkv.scheduler.metrics.definitions import METRICS, table
 from radixkv.scheduler.metrics.families import families
 from radixkv.scheduler.metrics.histogram import Histogram
-from radixkv.scheduler.metrics.recorder import HISTOGRAMS
+from radixkv.scheduler.metrics.recorder import HISTOGRAMS, Snapshot
+from radixkv.scheduler.step_plan import SchedulerStats
+
+T = TypeVar("T")
 
 HOWTO = Path(__file__).parents[3] / "docs" / "howto"
 
@@ -150,3 +156,83 @@ def test_without_prometheus_client_the_extra_is_named(monkeypatch):
         package.EngineMetrics  # noqa: B018
     with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
         package.nothing  # noqa: B018
+
+
+def numbered(kind: type[T], first: int, **given: object) -> T:
+    """Counts that all differ: from `first` on, in the order of the fields."""
+    names = [each.name for each in fields(kind) if each.name not in given]  # type: ignore[arg-type]
+    return kind(**dict(zip(names, range(first, first + len(names)), strict=True)), **given)
+
+
+def test_each_metric_has_its_own_count():
+    """Against the counts that its meaning names; `histograms` are counted elsewhere."""
+    tiers = numbered(TierStats, 100, host_blocks=1000)
+    cache = numbered(CacheStats, 200, num_blocks=900, tiers=tiers)
+    counts = numbered(SchedulerStats, 300)
+    copies = CopyStats({"host to device": 1}, {"host to device: done": 2}, 3, {"OSError": 4})
+    stats = numbered(EngineStats, 500, dtype="bfloat16", attention_backend="xla",
+                     attention_reason="", scheduler=counts, cache=cache, copies=copies)  # fmt: skip
+    snapshot = Snapshot(0.0, stats, 16, 11, 12, 13, {"stop": 14}, {}, {})
+    by_tier = {"device": counts.hit_tokens, "host": counts.host_hit_tokens,
+               "storage": counts.storage_hit_tokens}  # fmt: skip
+    host = {"free": tiers.host_free_blocks, "cached": tiers.host_cached_blocks}
+    device = {"free": cache.free_blocks, "idle": cache.idle_blocks,
+              "shared": cache.cached_blocks - cache.idle_blocks,
+              "private": cache.private_blocks}  # fmt: skip
+    expected: dict[str, Any] = {
+        "num_requests_running": 11,
+        "num_requests_waiting": 12,
+        "kv_cache_usage_perc": (900 - cache.free_blocks - cache.idle_blocks) / 900,
+        "cache_config_info": {("16", "900", "1000", "bfloat16", "xla"): 1},
+        "prefix_cache_queries": counts.prompt_tokens,
+        "prefix_cache_hits": counts.hit_tokens,
+        "external_prefix_cache_queries": counts.prompt_tokens - counts.hit_tokens,
+        "external_prefix_cache_hits": counts.host_hit_tokens + counts.storage_hit_tokens,
+        "prompt_tokens": counts.prompt_tokens,
+        "prompt_tokens_cached_by_source": {(tier,): value for tier, value in by_tier.items()},
+        "generation_tokens": 13,
+        "num_preemptions": counts.preemptions,
+        "request_success": {("stop",): 14},
+        "kv_blocks": {
+            **{("device", state): value for state, value in device.items()},
+            **{("host", state): value for state, value in host.items()},
+            ("host", "reserved"): 1000 - sum(host.values()),
+        },
+        "kv_hit_blocks": {
+            ("device",): cache.hit_blocks,
+            ("host",): tiers.promoted_blocks,
+            ("storage",): tiers.fetched_blocks,
+        },
+        "kv_evicted_blocks": {("device",): cache.evicted_blocks, ("host",): tiers.dropped_blocks},
+        "kv_demoted_blocks": tiers.demoted_blocks,
+        "kv_stored_blocks": tiers.stored_blocks,
+        "kv_open_operations": tiers.open_operations,
+        "kv_quarantined_operations": tiers.quarantined_operations,
+        "parked_requests": tiers.parked,
+        "kv_copied_bytes": {("host to device",): 1},
+        "kv_operations": {("host to device", "done"): 2},
+        "kv_skipped_blocks": 3,
+        "kv_copy_errors": {("OSError",): 4},
+        "recomputed_tokens": counts.recomputed_tokens,
+        "engine_steps": stats.steps,
+        "padding_tokens": stats.padding_tokens,
+        "compilations_after_warm_up": stats.compilations_after_warm_up,
+    }
+    read = {each.name: each.read(snapshot) for each in METRICS if "namespace" not in each.name}
+    assert read.keys() == expected.keys()
+    for name, value in expected.items():
+        assert read[name] == pytest.approx(value), name
+
+
+@pytest.mark.parametrize(
+    ("namespace", "name"),
+    [("requests", "requests"), ("prompt", "prompt_tokens"), ("generation", "generation_tokens")],
+)
+def test_each_metric_of_namespaces_has_its_own_count(namespace: str, name: str):
+    kinds = ("requests", "prompt", "device", "host", "storage", "generation")
+    counts = {("a", kind): number for number, kind in enumerate(kinds)}
+    snapshot = Snapshot(0.0, cast(Any, None), 16, 0, 0, 0, {}, {}, counts)
+    by_name = {each.name: each for each in METRICS}
+    assert by_name[f"namespace_{name}"].read(snapshot) == {("a",): counts["a", namespace]}
+    hits = by_name["namespace_prompt_tokens_cached_by_source"].read(snapshot)
+    assert hits == {("a", "device"): 2, ("a", "host"): 3, ("a", "storage"): 4}

@@ -10,6 +10,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from radixkv.scheduler import AsyncEngine, GenerationParams
+from radixkv.scheduler.gateway.remote_node import RemoteNode
+from radixkv.scheduler.handoff.gateway_messages import NodeLoad, NodeStatus
 from radixkv.scheduler.metrics import NodesMetrics
 from radixkv.scheduler.metrics.nodes_metrics import NODE_METRICS
 from radixkv.scheduler.request import Request
@@ -92,6 +94,25 @@ async def lose(engine: AsyncEngine, nodes: Turning, name: str) -> None:
     await engine.call(lambda _: nodes.deployment.loops.pop(name))
     while not await engine.call(lambda _: nodes.deployment.nodes.gone):
         pass
+
+
+def test_each_metric_has_its_own_count() -> None:
+    load = NodeLoad(*range(1, 1 + len(NodeLoad._fields)))
+    status = NodeStatus("decode", "127.0.0.1:5", "jax", 4, 12, "m")
+    node = RemoteNode(status, epoch=1, heard_at=0.0, load=load)
+    assert {each.name: each.read(node) for each in NODE_METRICS} == {
+        "num_requests_running": load.num_running,
+        "num_requests_waiting": load.num_waiting,
+        "kv_cache_usage_perc": load.num_used_blocks / 12,
+        "num_preemptions": load.preemptions,
+        "prefix_cache_queries": load.prompt_tokens,
+        "prefix_cache_hits": load.hit_tokens,
+        "prompt_tokens_cached_by_source": {
+            ("device",): load.hit_tokens,
+            ("host",): load.host_hit_tokens,
+            ("storage",): load.storage_hit_tokens,
+        },
+    }
 
 
 def test_the_table_of_the_docs_is_that_of_the_metrics() -> None:

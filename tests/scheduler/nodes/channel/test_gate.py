@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
+from types import SimpleNamespace
 from typing import Final
 
 import pytest
@@ -25,7 +26,7 @@ from radixkv.scheduler.nodes.channel import (
 )
 from radixkv.scheduler.nodes.channel import gate as gates
 from radixkv.scheduler.nodes.channel.codec import MAX_FRAME_BYTES
-from radixkv.scheduler.nodes.channel.gate import FILES_PER_CONNECTION, MAX_UNPROVEN
+from radixkv.scheduler.nodes.channel.gate import FILES_PER_CONNECTION, MAX_UNPROVEN, Gate
 
 from ....readable import readable
 from .test_curve import greeting
@@ -284,3 +285,23 @@ def test_a_gate_that_has_crashed_is_an_error(nodes: ExitStack) -> None:
     gate._crash = ValueError("why")
     with pytest.raises(ChannelError, match=r"^no more connections are accepted: ValueError"):
         d.receive()
+
+
+def test_of_several_the_connection_that_was_silent_longest_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new connection counts as heard when it is proven, not when it was accepted."""
+    monkeypatch.setattr(gates, "time", SimpleNamespace(monotonic=lambda: 10.0))
+    pairs = [socket.socketpair() for _ in range(4)]
+    *proven, new = [
+        gates._Connection(pair[0], since) for pair, since in zip(pairs, (5, 1, 3, 0), strict=True)
+    ]
+    gate, closed = Gate.__new__(Gate), list[object]()
+    state = {"_proven": dict.fromkeys(proven), "_unproven": {new: None}, "_max_connections": 3}
+    vars(gate).update(state, _num_too_many=0, _close=closed.append)
+    gate._prove(new)
+    assert closed == [proven[1]] and new.since == 10.0 and new in gate._proven
+    assert gate._num_too_many == 1
+    for pair in pairs:
+        for each in pair:
+            each.close()

@@ -260,3 +260,45 @@ def test_a_closed_channel_refuses(opened: Open) -> None:
         p.send("d", Abort(Header(AttemptKey("r", 1), 2), "", True))
     with pytest.raises(ChannelClosedError, match=r"^the channel is closed$"):
         p.connect("d", "127.0.0.1:1")
+
+
+def test_a_connection_to_a_peer_is_tried_again_soon_and_ends_when_the_peer_is_silent(
+    opened: Open,
+) -> None:
+    p, d = opened("p"), opened("d")
+    p.connect("d", d.address)
+    [peer] = p._peers.values()
+    limits = {
+        zmq.CONNECT_TIMEOUT: 1000,
+        zmq.RECONNECT_IVL: 100,
+        zmq.RECONNECT_IVL_MAX: 2000,
+        zmq.HANDSHAKE_IVL: 10_000,
+        zmq.HEARTBEAT_IVL: 2000,
+        zmq.HEARTBEAT_TTL: 10_000,
+        zmq.SNDHWM: 1000,
+        zmq.LINGER: 0,
+    }
+    assert {option: peer.socket.get(option) for option in limits} == limits
+    assert (p._inbox.get(zmq.RCVHWM), p._inbox.get(zmq.LINGER)) == (1000, 0)
+    assert p._inbox.get(zmq.MAXMSGSIZE) == MAX_FRAME_BYTES
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError])
+def test_a_connection_that_cannot_be_made_leaves_no_socket(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    p, made = opened("p"), []
+    make_socket = p._context.socket
+
+    def socket(kind: int) -> zmq.Socket[bytes]:
+        made.append(make_socket(kind))
+        return made[-1]
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(p._context, "socket", socket)
+    monkeypatch.setattr(ZmqChannel, "_connect", fail)
+    with pytest.raises(error):
+        p.connect("d", "127.0.0.1:5")
+    assert len(made) == 2 and all(each.closed for each in made) and p._peers == {}
