@@ -119,6 +119,8 @@ REFUSED = (
     (lambda: decode([[1, 2]] * 2, [8, 9]), "lengths[1] must be at most 8, the capacity of its block table, got 9"),  # noqa: E501
     (lambda: decode([[1, 2], [3, 9]], [8, 5]), "block_tables[1, 1] must be in 0 .. 8, got 9"),
     (lambda: decode([[1, 1], [1, -1]], [5, 5], window=4), "block_tables[1, 1] must be in 0 .. 8, got -1"),  # noqa: E501
+    (lambda: decode([[99, 2]] * 2, [7, 0], window=4), "block_tables[0, 0] must be in 0 .. 8, got 99"),  # noqa: E501
+    (lambda: extend([[99, 2]], [8], [2], [0], window=4), "block_tables[0, 0] must be in 0 .. 8, got 99"),  # noqa: E501
     (lambda: extend([[1, 2]], [-1], [0], [0]), "kv_lengths[0] must be >= 0, got -1"),
     (lambda: extend([[1, 2]], [9], [1], [0]), "kv_lengths[0] must be at most 8, the capacity of its block table, got 9"),  # noqa: E501
     (lambda: extend([[1, 2]], [2], [3], [0]), "q_lengths[0] must be in 0 .. 2 (its kv_lengths), got 3"),  # noqa: E501

@@ -112,6 +112,14 @@ def test_templates_have_what_those_of_transformers_have(tmp_path):
     assert rendered(tmp_path, several) == "yes"
 
 
+def test_variables_of_a_request_go_before_special_tokens(tmp_path):
+    add_tokenizer(tmp_path, chat_template="{{ bos_token }}{{ eos_token }}")
+    template = TextTokenizer(tmp_path)._template
+    messages = [{"role": "user", "content": "a"}]
+    assert template.render(messages) == "<s></s>"
+    assert template.render(messages, eos_token="!") == "<s>!"
+
+
 def test_a_template_of_its_own_file_goes_first(directory):
     (directory / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
     assert TextTokenizer(directory)._template.render(MESSAGES) == "<s>the cache"
