@@ -1,4 +1,4 @@
-"""Predict how evenly `paged_decode` uses an H200 for batches of mixed lengths; no GPU is needed.
+"""Predict how evenly decode uses an H200 for batches of mixed lengths; no GPU is needed.
 
 ::
 
@@ -8,6 +8,10 @@ The model is one of memory bandwidth. Each thread block reads the tiles that the
 All share the bandwidth, and none reads faster than its instructions let it. The constants are those
 of a copy that was measured on an H200, and cycles that were counted in the machine code of the
 kernel. The prediction of a batch is its share of that copy's bandwidth; none of it was measured.
+
+`latent_decode` is limited by the tensor cores where many heads share a latent, so its prediction is
+the share of their rate. The thread blocks of a share read its latents together, so memory counts
+them once.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from radixkv.kernels.latent_attention import config as latent
 from radixkv.kernels.paged_decode.config import choose_config
 from radixkv.kernels.paged_decode.work_list import build_work_list
 
@@ -26,13 +31,20 @@ BYTES_PER_S = 4.3e12
 CORES = 132
 TOKEN_BYTES = 2 * 128 * 2
 """K and V of a head_dim of 128 in bfloat16."""
-TILE_SECONDS = 1550 / 1.755e9
+CLOCK = 1.755e9
+TILE_SECONDS = 1550 / CLOCK
 """Critical path of a tile in a thread block: cycles of its machine code, at the clock."""
+LATENT_PRODUCT_SECONDS = 2176 / CLOCK
+"""Tensor cores in a tile of latents: 64 tokens, 64 heads."""
+LATENT_TILE_SECONDS = LATENT_PRODUCT_SECONDS + 600 / CLOCK
+"""And the softmax between the products."""
 SWITCH_SECONDS = 3e-6
 """From one work tile of a thread block to the next: store the output, load the queries."""
 FIXED_SECONDS = 3e-6 + 3e-6 + 4e-6
 """Launch; the first latencies; merge."""
-Q_HEADS = 32
+SCATTER_SECONDS = 2e-6
+"""The merged rows of `latent_decode` are put in place by one more launch."""
+Q_HEADS, LATENT_HEADS = 32, 128
 
 BATCHES = {
     "1 x 32k": [32_768],
@@ -48,12 +60,19 @@ BATCHES = {
 """Lengths of the rows."""
 
 
-def predicted(lengths: list[int], kv_heads: int) -> float:
-    """Share of the bandwidth of a copy with which a batch is read."""
-    config = choose_config(len(lengths), kv_heads, 128, 2, CORES)
+def seconds(
+    lengths: list[int],
+    kv_heads: int,
+    programs: int,
+    tile_tokens: int,
+    tile_seconds: float,
+    token_bytes: int,
+    part_bytes: int,
+) -> float:
+    """Time from the first to the last byte of `programs` shares of a batch."""
     divide = partial(
-        build_work_list, kv_heads=kv_heads, programs=config.programs,
-        tile_tokens=config.tile_tokens, window=None, capacity=max(lengths),
+        build_work_list, kv_heads=kv_heads, programs=programs, tile_tokens=tile_tokens,
+        window=None, capacity=max(lengths),
     )  # fmt: skip
     work = jax.jit(divide)(jnp.asarray(lengths, jnp.int32))
     shares = np.asarray(work.shares)
@@ -61,28 +80,51 @@ def predicted(lengths: list[int], kv_heads: int) -> float:
     following = np.vstack((shares[1:], (len(lengths) * kv_heads, 0, 0)))
     tiles = shares[:, 2].astype(np.float64)
     work_tiles = following[:, 0] - shares[:, 0] + (following[:, 1] > 0)
-    part_bytes = work_tiles * (Q_HEADS // kv_heads) * 128 * 4
-    least = tiles * TILE_SECONDS + work_tiles * SWITCH_SECONDS
-    left = tiles * config.tile_tokens * TOKEN_BYTES + part_bytes
+    least = tiles * tile_seconds + work_tiles * SWITCH_SECONDS
+    left = tiles * tile_tokens * token_bytes + work_tiles * part_bytes
     fastest = left / least
-    seconds = 0.0
+    taken = 0.0
     while left.size:
         rate = np.minimum(fastest, BYTES_PER_S / left.size)
         step = (left / rate).min()
-        seconds += step
+        taken += step
         left = left - rate * step
         working = left > 1
         left, fastest = left[working], fastest[working]
+    return taken
+
+
+def predicted(lengths: list[int], kv_heads: int) -> float:
+    """Share of the bandwidth of a copy with which `paged_decode` reads a batch."""
+    config = choose_config(len(lengths), kv_heads, 128, 2, CORES)
+    taken = seconds(
+        lengths, kv_heads, config.programs, config.tile_tokens, TILE_SECONDS, TOKEN_BYTES,
+        (Q_HEADS // kv_heads) * 128 * 4,
+    )  # fmt: skip
     read = sum(lengths) * kv_heads * TOKEN_BYTES / BYTES_PER_S
-    return read / (seconds + FIXED_SECONDS)
+    return read / (taken + FIXED_SECONDS)
+
+
+def predicted_latent(lengths: list[int]) -> float:
+    """Share of the rate of the tensor cores with which `latent_decode` attends for 128 heads."""
+    shares = latent.choose_config(len(lengths), LATENT_HEADS, CORES).shares
+    taken = seconds(
+        lengths, 1, shares, latent.TILE_TOKENS, LATENT_TILE_SECONDS, 2 * latent.LATENT_DIM,
+        LATENT_HEADS * latent.VALUE_DIM * 4,
+    )  # fmt: skip
+    tiles = sum(lengths) / latent.TILE_TOKENS * LATENT_HEADS / latent.ROWS
+    products = tiles * LATENT_PRODUCT_SECONDS / CORES
+    return products / (taken + FIXED_SECONDS + SCATTER_SECONDS)
 
 
 def main() -> None:
     """Print the table."""
-    print("| Decode: batch x length | 8 KV heads | 4 KV heads |\n| --- | ---: | ---: |")
+    print("| Decode: batch x length | 8 KV heads | 4 KV heads | Latents, 128 heads |")
+    print("| --- | ---: | ---: | ---: |")
     for name, lengths in BATCHES.items():
-        shares = (f"{predicted(lengths, kv_heads):.2f}" for kv_heads in (8, 4))
-        print(f"| {name} | {' | '.join(shares)} |")
+        shares = [predicted(lengths, kv_heads) for kv_heads in (8, 4)]
+        shares.append(predicted_latent(lengths))
+        print(f"| {name} | {' | '.join(f'{share:.2f}' for share in shares)} |")
 
 
 if __name__ == "__main__":

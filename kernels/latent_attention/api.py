@@ -108,10 +108,10 @@ def latent_decode(
     if _runs_mosaic(backend, q, latents, block_tables, value_dim):
         from .mosaic import decode as decode_mosaic  # slow to import
 
-        out, lse = decode_mosaic(*arrays, **_launch(q, latents, block_tables, options))
+        out, lse = decode_mosaic(*arrays, **_launch(q, options), return_lse=return_lse)
     else:
         out, lse = decode_xla(*arrays, options, value_dim)
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse and lse is not None else out
 
 
 @overload
@@ -191,10 +191,10 @@ def latent_extend(
     if _runs_mosaic(backend, q, latents, block_tables, value_dim):
         from .mosaic import extend as extend_mosaic  # slow to import
 
-        out, lse = extend_mosaic(*arrays, **_launch(q, latents, block_tables, options))
+        out, lse = extend_mosaic(*arrays, **_launch(q, options), return_lse=return_lse)
     else:
         out, lse = extend_xla(*arrays, options, value_dim)
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse and lse is not None else out
 
 
 def _runs_mosaic(
@@ -209,13 +209,9 @@ def _runs_mosaic(
     return choose_backend(backend, reason) == "mosaic"
 
 
-def _launch(
-    q: jax.Array, latents: jax.Array, block_tables: jax.Array, options: AttentionOptions
-) -> dict[str, Any]:
+def _launch(q: jax.Array, options: AttentionOptions) -> dict[str, Any]:
     """Static arguments of the Mosaic kernel."""
-    table_tokens = block_tables.shape[1] * latents.shape[2]
-    num_cores = target_device().num_cores
-    config = choose_config(q.shape[0], q.shape[1], table_tokens, num_cores)
+    config = choose_config(q.shape[0], q.shape[1], target_device().num_cores)
     return {"sm_scale": options.sm_scale, "config": config}
 
 

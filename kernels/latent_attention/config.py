@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 
 from ..mosaic_limits import BLOCK_SIZES, DTYPES
+from ..paged_decode.config import MAX_PARTS
 
 LATENT_DIM = 576
 VALUE_DIM = 512
@@ -21,33 +22,26 @@ HALF = VALUE_DIM // 2
 COLUMNS = 64
 """Columns that threads move between registers and shared memory at a time."""
 
-MAX_SPLITS = 32
-"""Thread blocks per (row, 64 query heads); more make the merge slower."""
-
 
 @dataclass(frozen=True)
 class LatentConfig:
     """Launch configuration."""
 
-    splits: int
-    """Number of thread blocks that share a row's tokens, for the same query heads."""
+    shares: int
+    """Number of shares of the batch's KV tiles, each with a thread block per 64 query heads."""
 
 
-def choose_config(num_rows: int, q_heads: int, table_tokens: int, num_cores: int) -> LatentConfig:
+def choose_config(num_rows: int, q_heads: int, num_cores: int) -> LatentConfig:
     """Return the launch configuration for a static shape.
 
-    One thread block fits on a multiprocessor. Rows are split only if they do not fill the GPU, and
-    never into fewer than two tiles.
+    One thread block fits on a multiprocessor.
 
     Args:
         num_rows: Number of query tokens.
         q_heads: Number of query heads.
-        table_tokens: Capacity of a row's block table in tokens.
         num_cores: Number of multiprocessors.
     """
-    blocks = max(1, num_rows * -(-q_heads // ROWS))
-    splits = min(num_cores // blocks, table_tokens // (2 * TILE_TOKENS), MAX_SPLITS)
-    return LatentConfig(max(1, splits))
+    return LatentConfig(max(1, min(num_cores // -(-q_heads // ROWS), MAX_PARTS * num_rows)))
 
 
 def unsupported(q: jax.Array, latents: jax.Array, value_dim: int, num_rows: int) -> str | None:

@@ -1,8 +1,10 @@
 """The Mosaic GPU backend of latent attention, for Hopper: FlashMLA's tiles, in two warpgroups.
 
-A thread block attends for one (query token, 64 query heads, split of the token's KV). All heads
-share the latents, so the heads are the rows of the WGMMA tiles, and a tile of latents in shared
-memory is both keys and values::
+Persistent thread blocks work through equal shares of all KV tiles of the query tokens, as the work
+list of `paged_decode` divides them. A work tile is the part of a share that belongs to one token; a
+thread block attends for 64 query heads, and those of the other heads take the same share at the
+same time, so that they find the latents in the L2 cache. All heads share the latents, so the heads
+are the rows of the WGMMA tiles, and a tile of latents in shared memory is both keys and values::
 
                        one pipeline stage: 64 latents, made of TMA boxes
                       .---------------------------------------------------.
@@ -24,19 +26,25 @@ those after an arrow::
     warpgroup 1   weights_full: read them -> weights_empty         second half -> empty[i]
                   empty[i]: copy tile i + 2 into the stage of tile i
 
+After the last tile of a work tile, warpgroup 1 starts the copies of the next one before it stores
+its half, and warpgroup 0 waits for that store before it loads the next queries into the same place.
+
 Shared memory: 72 KiB of queries, two stages of 72 KiB, 8 KiB of weights. The output is staged where
 the queries were.
 
 Of a causal chunk of queries, each token is a row with its own length: with 64 query heads or more
-its tiles are full, and the rows of neighbouring tokens find the latents in the L2 cache.
+its tiles are full. The tokens of a chunk are dealt to the shares in turn, so that neighbours are
+read at about the same time, from the L2 cache.
 
 Tokens past the length have no effect: their logits are masked, and their latents, which may be NaN,
-are zeroed in shared memory. Splits store float32 parts, which XLA merges.
+are zeroed in shared memory. The output of a token that lies in one share is stored as it is. Others
+store float32 parts, which the second kernel of `paged_decode` merges.
 
 Source: FlashMLA (github.com/deepseek-ai/FlashMLA), first version: tiles, halves of the output.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -44,12 +52,14 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from .. import mosaic_compat as mosaic
-from ..merge_states import merge_parts
-from ..mosaic_compat import Interpret, pl, plgpu
+from ..mosaic_compat import Interpret, pl, plgpu, when
+from ..paged_decode.merge import merge_parts
+from ..paged_decode.work_list import Position, Row, build_work_list
 from .config import (
     COLUMNS,
     HALF,
@@ -68,12 +78,15 @@ ROW_VECTOR = plgpu.Layout.WGMMA.reduce(1)
 
 
 class WorkTile(NamedTuple):
-    """The work of one thread block: a range of KV tiles of one query token."""
+    """A range of KV tiles of one query token, which the thread blocks of one share read."""
 
     token: Any
     heads: Any
-    """Index of the 64 query heads."""
-    split: Any
+    """The 64 query heads of the thread block."""
+    part: Any
+    """Index of its result among the parts, unless it is whole."""
+    whole: Any
+    """Whether it has all tiles of the token."""
     row: Any
     """Row of the block table."""
     fits: Any
@@ -81,6 +94,8 @@ class WorkTile(NamedTuple):
     length: Any
     first_tile: Any
     num_tiles: Any
+    before: Any
+    """Number of tiles of the thread block's earlier work tiles."""
 
 
 class SoftmaxState(NamedTuple):
@@ -96,7 +111,6 @@ class SoftmaxState(NamedTuple):
 class Kernel:
     """The program of one thread block: static parameters as fields, its steps as methods."""
 
-    config: LatentConfig
     sm_scale: float
     block_size: int
     num_blocks: int
@@ -138,40 +152,68 @@ class Kernel:
         }
 
     def body(self, names: tuple[str, ...], *references: Any) -> None:
-        """Attend for one work tile and store the result."""
+        """Attend for all work tiles of the thread block and store their results."""
         refs = SimpleNamespace(**dict(zip(names, references, strict=True)))
-        work = self.work_tile(refs)
         warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup == 0)(partial(self.lead, refs, work))
-        pl.when(warpgroup == 1)(partial(self.follow, refs, work))
+        pl.when(warpgroup == 0)(partial(self.run_share, refs, self.lead, self.finish_lead))
+        pl.when(warpgroup == 1)(
+            partial(self.run_share, refs, self.follow, self.finish_follow, self.start)
+        )
+
+    def run_share(
+        self,
+        refs: Any,
+        attend: Callable[[Any, WorkTile], Any],
+        finish: Callable[[Any, WorkTile, Any], None],
+        start: Callable[[Any, WorkTile], None] = lambda refs, work: None,
+    ) -> None:
+        """Attend for the work tiles of the share; the next one starts before each is finished."""
+        pair, tile, left = (refs.shares[lax.axis_index("share"), field] for field in range(3))
+        first = Position(pair, tile, left, jnp.int32(0))
+        pl.when(left > 0)(lambda: start(refs, self.work_tile(refs, first)))
+
+        def step(position: Position) -> Position:
+            work = self.work_tile(refs, position)
+            state = attend(refs, work)
+            following = position.after(work.num_tiles)
+            pl.when(following.left > 0)(lambda: start(refs, self.work_tile(refs, following)))
+            finish(refs, work, state)
+            return following
+
+        lax.while_loop(lambda position: position.left > 0, step, first)
 
     def cast(self, value: Any, layout: Any) -> Any:
         """`value` in a register layout."""
         return mosaic.layout_cast(value, layout, self.interpret)
 
-    def work_tile(self, refs: Any) -> WorkTile:
-        """Divide the token's KV tiles evenly among its splits; the last may get fewer."""
-        token, split, heads = (lax.axis_index(name) for name in ("token", "split", "heads"))
-        length = refs.lengths[token]
-        fits = length <= self.width * self.block_size
-        length = jnp.where(fits, jnp.maximum(length, 0), 0)
-        end = lax.div(length + (TILE_TOKENS - 1), jnp.int32(TILE_TOKENS))
-        splits = jnp.int32(self.config.splits)
-        share = lax.div(end + (splits - 1), splits)
-        first = split * share
-        num_tiles = jnp.clip(end - first, 0, share)
-        return WorkTile(token, heads, split, refs.rows[token], fits, length, first, num_tiles)
+    def work_tile(self, refs: Any, position: Position) -> WorkTile:
+        """The work tile at a position of the share."""
+        pair = position.pair
+        capacity = self.width * self.block_size
+        row = Row.of(refs.lengths[pair], tile_tokens=TILE_TOKENS, window=None, capacity=capacity)
+        return WorkTile(
+            token=refs.tokens[pair],
+            heads=lax.axis_index("heads"),
+            part=refs.parts_of_pairs[pair, 0] - pair + lax.axis_index("share"),
+            whole=refs.parts_of_pairs[pair, 1] == 1,
+            row=refs.rows[pair],
+            fits=row.fits,
+            length=row.length,
+            first_tile=position.tile,
+            num_tiles=jnp.minimum(row.num_tiles - position.tile, position.left),
+            before=position.before,
+        )
 
-    def stage(self, i: Any) -> Any:
+    def stage(self, work: WorkTile, i: Any) -> Any:
         """Pipeline stage of the work's tile `i`."""
-        return lax.rem(jnp.int32(i), jnp.int32(STAGES))
+        return lax.rem(work.before + i, jnp.int32(STAGES))
 
     def copy(self, refs: Any, work: WorkTile, i: Any) -> None:
         """Start the copies of the work's tile `i` into its pipeline stage.
 
         A box past the length gets the row's last block; other table entries are not read.
         """
-        size, stage = jnp.int32(self.block_size), self.stage(i)
+        size, stage = jnp.int32(self.block_size), self.stage(work, i)
         start = (work.first_tile + i) * TILE_TOKENS
         last = lax.div(work.length - 1, size)
         offset: Any = 0
@@ -184,7 +226,12 @@ class Kernel:
             place = pl.ds(box * self.box_tokens, self.box_tokens)
             plgpu.copy_gmem_to_smem(source, refs.ring.at[stage, place], refs.full.at[stage])
 
-    def lead(self, refs: Any, work: WorkTile) -> None:
+    def start(self, refs: Any, work: WorkTile) -> None:
+        """Warpgroup 1: start the copies of the first tiles of a work tile."""
+        for i in range(STAGES):
+            pl.when(i < work.num_tiles)(partial(self.copy, refs, work, i))
+
+    def lead(self, refs: Any, work: WorkTile) -> SoftmaxState:
         """Warpgroup 0: logits, softmax, and the first half of the output."""
         queries = refs.staged[0].at[0]
         heads = pl.ds(pl.multiple_of(work.heads * ROWS, ROWS), ROWS)
@@ -196,19 +243,32 @@ class Kernel:
             self.cast(jnp.zeros((ROWS,), jnp.float32), ROW_VECTOR),
         )
         state = lax.fori_loop(0, work.num_tiles, partial(self.lead_step, refs, work), state)
+        return SoftmaxState(*state)
+
+    def finish_lead(self, refs: Any, work: WorkTile, state: SoftmaxState) -> None:
+        """Store the first half of the output, and the log-sum-exp: of parts in base 2."""
         empty = state.total == 0  # not `> 0`: NaN in, NaN out
         poison = jnp.where(work.fits, 0.0, jnp.nan)
         total = jnp.where(empty, 1.0, state.total)
         factor = jnp.where(empty, 0.0, 1.0 / total) + poison
         refs.factor[0] = factor
         plgpu.barrier_arrive(refs.weights_full)
-        lse = jnp.where(empty, -jnp.inf, state.peak / LOG2E + jnp.log(total)) + poison
-        refs.lse[work.token, work.split, work.heads] = lse
+        lse = jnp.where(empty, -jnp.inf, state.peak + jnp.log2(total)) + poison
+
+        @when(work.whole)
+        def store_final() -> None:
+            refs.lse[work.token, work.heads] = lse / LOG2E
+
+        @when(~work.whole)
+        def store_part() -> None:
+            refs.lses[work.part, work.heads] = lse
+
         self.store(refs, work, 0, state.weighted, factor)
+        plgpu.barrier_wait(refs.weights_empty)  # also: the other half is stored
 
     def lead_step(self, refs: Any, work: WorkTile, i: Any, state: SoftmaxState) -> SoftmaxState:
         """Attend to the work's tile `i`."""
-        stage = self.stage(i)
+        stage = self.stage(work, i)
         visible = work.length - (work.first_tile + i) * TILE_TOKENS
         edge = visible < TILE_TOKENS
         plgpu.barrier_wait(refs.full.at[stage])
@@ -232,20 +292,21 @@ class Kernel:
         plgpu.barrier_wait(refs.weights_empty)
         return SoftmaxState(weighted, peak, total)
 
-    def follow(self, refs: Any, work: WorkTile) -> None:
+    def follow(self, refs: Any, work: WorkTile) -> Any:
         """Warpgroup 1: the copies, and the second half of the output."""
-        for i in range(STAGES):
-            pl.when(i < work.num_tiles)(partial(self.copy, refs, work, i))
         weighted = self.cast(jnp.zeros((ROWS, HALF), jnp.float32), MATRIX)
-        step = partial(self.follow_step, refs, work)
-        weighted = lax.fori_loop(0, work.num_tiles, step, weighted)
+        return lax.fori_loop(0, work.num_tiles, partial(self.follow_step, refs, work), weighted)
+
+    def finish_follow(self, refs: Any, work: WorkTile, weighted: Any) -> None:
+        """Store the second half of the output."""
         plgpu.barrier_wait(refs.weights_full)
         factor = mosaic.load(refs.factor, 0, ROW_VECTOR, self.interpret)
         self.store(refs, work, 1, weighted, factor)
+        plgpu.barrier_arrive(refs.weights_empty)
 
     def follow_step(self, refs: Any, work: WorkTile, i: Any, weighted: Any) -> Any:
         """Attend to the work's tile `i`, then replace it by tile `i + STAGES`."""
-        stage = self.stage(i)
+        stage = self.stage(work, i)
         plgpu.barrier_wait(refs.full.at[stage])
         plgpu.barrier_wait(refs.weights_full)
         factor = mosaic.load(refs.factor, 0, ROW_VECTOR, self.interpret)
@@ -263,9 +324,7 @@ class Kernel:
         weighted = weighted * lax.broadcast_in_dim(factor, weighted.shape, [0])
         values = refs.ring.at[stage, :, pl.ds(half * HALF, HALF)]
         weighted = mosaic.dot_add(weighted, weights, values, self.interpret)
-        if self.interpret is not None:
-            plgpu.commit_smem()  # see `dot_add`
-        plgpu.barrier_arrive(refs.empty.at[stage])
+        mosaic.release(refs.empty.at[stage], self.interpret)
         return weighted
 
     def mask(self, visible: Any, logits: Any) -> Any:
@@ -283,25 +342,29 @@ class Kernel:
         plgpu.commit_smem()
 
     def store(self, refs: Any, work: WorkTile, half: int, weighted: Any, factor: Any) -> None:
-        """Store one half of the output's columns: the final ones, or those of a split."""
+        """Store one half of the output's columns: the final ones, or those of a part."""
         _, out, part = refs.staged
         weighted = weighted * lax.broadcast_in_dim(factor, weighted.shape, [0])
         heads = pl.ds(pl.multiple_of(work.heads * ROWS, ROWS), ROWS)
-        target = refs.out.at[work.token, work.split, heads]
-        if self.config.splits == 1:
+
+        @when(work.whole)
+        def store_final() -> None:
             for first in range(0, HALF, COLUMNS):  # all at once takes too many registers
                 columns = slice(first, first + COLUMNS)
                 out[half, :, columns] = weighted[:, columns].astype(out.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out.at[half], target.at[:, pl.ds(half * HALF, HALF)])
-        else:
+            target = refs.out.at[work.token, heads, pl.ds(half * HALF, HALF)]
+            plgpu.copy_smem_to_gmem(out.at[half], target)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next queries may overwrite it
+
+        @when(~work.whole)
+        def store_part() -> None:
             for first in range(0, HALF, COLUMNS):
                 part[half] = weighted[:, first : first + COLUMNS]
                 plgpu.commit_smem()
-                columns = pl.ds(half * HALF + first, COLUMNS)
-                plgpu.copy_smem_to_gmem(part.at[half], target.at[:, columns])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # `part` may be overwritten
-        plgpu.wait_smem_to_gmem(0)
+                target = refs.parts.at[work.part, heads, pl.ds(half * HALF + first, COLUMNS)]
+                plgpu.copy_smem_to_gmem(part.at[half], target)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # so may the next columns
 
 
 def decode(
@@ -310,10 +373,10 @@ def decode(
     block_tables: Int32[Array, "batch width"],
     lengths: Int32[Array, " batch"],
     **static: Any,
-) -> tuple[Float[Array, "batch q_heads value_dim"], Float[Array, "batch q_heads"]]:
+) -> tuple[Float[Array, "batch q_heads value_dim"], Float[Array, "batch q_heads"] | None]:
     """`latent_decode` without its checks; `static` as of `attend`."""
     rows = jnp.arange(q.shape[0], dtype=jnp.int32)
-    attended: tuple[Array, Array] = attend(q, latents, block_tables, rows, lengths, **static)
+    attended: tuple[Array, Array | None] = attend(q, latents, block_tables, rows, lengths, **static)
     return attended
 
 
@@ -325,7 +388,7 @@ def extend(
     q_lengths: Int32[Array, " batch"],
     q_starts: Int32[Array, " batch"],
     **static: Any,
-) -> tuple[Float[Array, "tokens q_heads value_dim"], Float[Array, "tokens q_heads"]]:
+) -> tuple[Float[Array, "tokens q_heads value_dim"], Float[Array, "tokens q_heads"] | None]:
     """`latent_extend` without its checks; `static` as of `attend`."""
     token = jnp.arange(q.shape[0], dtype=jnp.int32)
     offset = token[:, None] - q_starts
@@ -336,11 +399,11 @@ def extend(
     fits = kv_lengths <= block_tables.shape[1] * latents.shape[2]
     lengths = jnp.where(fits[rows], lengths, jnp.iinfo(jnp.int32).max)  # type: ignore[no-untyped-call]
     lengths = jnp.where(inside.any(axis=1), lengths, 0)
-    attended: tuple[Array, Array] = attend(q, latents, block_tables, rows, lengths, **static)
+    attended: tuple[Array, Array | None] = attend(q, latents, block_tables, rows, lengths, **static)
     return attended
 
 
-@partial(jax.jit, static_argnames=("sm_scale", "config", "interpret"))
+@partial(jax.jit, static_argnames=("sm_scale", "config", "return_lse", "interpret"))
 def attend(
     q: Float[Array, "tokens q_heads latent_dim"],
     latents: Float[Array, "blocks 1 block_size latent_dim"],
@@ -350,14 +413,30 @@ def attend(
     *,
     sm_scale: float,
     config: LatentConfig,
+    return_lse: bool,
     interpret: Interpret = None,
-) -> tuple[Float[Array, "tokens q_heads value_dim"], Float[Array, "tokens q_heads"]]:
-    """Attention of each query token over the first `lengths` tokens of a row of the block table."""
+) -> tuple[Float[Array, "tokens q_heads value_dim"], Float[Array, "tokens q_heads"] | None]:
+    """Attention of each query token over the first `lengths` tokens of a row of the block table.
+
+    The log-sum-exp is None unless `return_lse`.
+    """
     num_tokens, q_heads, _ = q.shape
     num_blocks, _, block_size, _ = latents.shape
     q = jnp.pad(q, ((0, 0), (0, -q_heads % ROWS), (0, 0)))
+    # Neighbours among the tokens begin different shares.
+    tokens = jnp.asarray(
+        np.argsort(np.arange(num_tokens) % config.shares, kind="stable"), jnp.int32
+    )
+    rows, lengths = rows[tokens], lengths[tokens]
+    work = build_work_list(
+        lengths,
+        kv_heads=1,
+        programs=config.shares,
+        tile_tokens=TILE_TOKENS,
+        window=None,
+        capacity=block_tables.shape[1] * block_size,
+    )
     kernel = Kernel(
-        config=config,
         sm_scale=sm_scale,
         block_size=block_size,
         num_blocks=num_blocks,
@@ -365,25 +444,25 @@ def attend(
         dtype=q.dtype,
         interpret=interpret,
     )
-    inputs = {
-        "q": q, "latents": latents, "table": block_tables, "rows": rows, "lengths": lengths
-    }  # fmt: skip
+    inputs = {"q": q, "latents": latents, "table": block_tables, "tokens": tokens}
+    inputs |= {"rows": rows, "lengths": lengths}
+    inputs |= {"shares": work.shares, "parts_of_pairs": work.parts}
     shaped = cast(Any, jax.ShapeDtypeStruct)  # has no types in some versions
-    splits, tiles = config.splits, q.shape[1] // ROWS
+    num_parts, tiles = 2 * config.shares, q.shape[1] // ROWS
     outputs = {
-        "out": shaped(
-            (num_tokens, splits, q.shape[1], VALUE_DIM), q.dtype if splits == 1 else jnp.float32
-        ),
-        "lse": shaped((num_tokens, splits, tiles, ROWS), jnp.float32),
+        "out": shaped((num_tokens, q.shape[1], VALUE_DIM), q.dtype),
+        "lse": shaped((num_tokens, tiles, ROWS), jnp.float32),
+        "parts": shaped((num_parts, q.shape[1], VALUE_DIM), jnp.float32),
+        "lses": shaped((num_parts, tiles, ROWS), jnp.float32),
     }
     scratch = kernel.scratch()
-    out, lse = mosaic.run(
+    out, lse, parts, lses = mosaic.run(
         partial(kernel.body, (*inputs, *outputs, *scratch)),
         tuple(inputs.values()),
         outputs=tuple(outputs.values()),
         name="latent_attention",
-        # The last axis is the fastest: neighbours share a row's latents in the L2 cache.
-        grid={"token": num_tokens, "split": splits, "heads": tiles},
+        # The last axis is the fastest: neighbours share their latents in the L2 cache.
+        grid={"share": config.shares, "heads": tiles},
         warpgroups=2,
         scratch=tuple(scratch.values()),
         interpret=interpret,
@@ -392,10 +471,13 @@ def attend(
         reduction_scratch_bytes=0,  # the rows of a WGMMA tile are reduced within a warp
         unsafe_no_auto_barriers=True,  # each warpgroup hands over by barriers
     )
-    lse = lse.reshape(num_tokens, splits, -1)
-    if splits == 1:
-        out, lse = out[:, 0], lse[:, 0]
-    else:
-        parts = range(splits)
-        out, lse = merge_parts([out[:, i] for i in parts], [lse[:, i] for i in parts])
-    return out[:, :q_heads].astype(q.dtype), lse[:, :q_heads]
+    split, parts_of_split = work.split_pairs()
+    merged, merged_lse = merge_parts(
+        parts, lses.reshape(num_parts, -1), parts_of_split, None, q.dtype, return_lse, interpret
+    )
+    of_split = tokens.at[split].get(mode="fill", fill_value=num_tokens)
+    out = out.at[of_split].set(merged.reshape(-1, *out.shape[1:]), mode="drop")
+    if merged_lse is None:
+        return out[:, :q_heads], None
+    lse = lse.reshape(num_tokens, -1).at[of_split].set(merged_lse, mode="drop")
+    return out[:, :q_heads], lse[:, :q_heads]

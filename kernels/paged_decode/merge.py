@@ -52,7 +52,7 @@ def merge_parts(
     Args:
         parts: Attention of each part, normalised; those that no pair names are not read.
         lses: Log-sum-exps in base 2, -inf for a head that saw no token; ``rows >= group``.
-        parts_of_pairs: Index of the first part of each pair, and number of parts, at least 1.
+        parts_of_pairs: Index of the first part of each pair, and number of parts.
         sinks: As in `paged_decode`, included in no part.
         dtype: That of the output.
         return_lse: Whether to return the log-sum-exps; they are None otherwise.
@@ -60,7 +60,7 @@ def merge_parts(
 
     Returns:
         The output, heads side by side, and the natural log-sum-exps. 0 and -inf for a head that saw
-        no token; NaN for one with a part that is NaN.
+        no token, or has no part; NaN for one with a part that is NaN.
     """
     num_parts, group, head_dim = parts.shape
     pairs, size = parts_of_pairs.shape[0], heads_together(head_dim) * head_dim

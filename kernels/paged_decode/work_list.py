@@ -81,6 +81,24 @@ class WorkList(NamedTuple):
     parts: Int32[Array, "pairs 2"]
     """Index of the first part, and number of parts."""
 
+    def split_pairs(self) -> tuple[Int32[Array, " programs"], Int32[Array, "programs 2"]]:
+        """The pairs of several parts, for a kernel that stores all others without a merge.
+
+        Few pairs are split, so there the index of a part is the thread block plus the first one of
+        the pair: less than twice the number of thread blocks.
+
+        Returns:
+            By the second thread block of a split pair: the pair; index of its first part, and
+            number of parts. Otherwise the number of pairs; zeros.
+        """
+        pair, tile, _ = self.shares.T
+        index, number = self.parts.at[pair].get(mode="clip").T
+        first = index - pair
+        program = jnp.arange(pair.size, dtype=jnp.int32)
+        second = (tile > 0) & (program == first + 1)
+        parts = jnp.stack([2 * first, number], axis=1)
+        return jnp.where(second, pair, len(self.parts)), jnp.where(second[:, None], parts, 0)
+
 
 def build_work_list(
     lengths: Int32[Array, " batch"],

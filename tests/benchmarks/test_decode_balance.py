@@ -25,3 +25,11 @@ def test_a_mixed_batch_uses_the_bandwidth(name):
 @pytest.mark.parametrize(("name", "before"), [("64 x 4k", 0.93), ("256 x 1k", 0.90)])
 def test_nothing_is_lost_on_a_rectangle(name, before):
     assert decode_balance.predicted(decode_balance.BATCHES[name], 8) >= before
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_mixed_batch_of_latents_uses_the_tensor_cores(name):
+    """The rest is the first latency, changes of work tiles, and the merge."""
+    balance = decode_balance
+    alone = balance.LATENT_PRODUCT_SECONDS / balance.LATENT_TILE_SECONDS
+    assert balance.predicted_latent(balance.BATCHES[name]) >= 0.74 * alone

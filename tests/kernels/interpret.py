@@ -47,7 +47,9 @@ CAUGHT = "|".join(
         "RACE DETECTED",
         "the race detector found a race",
         "completed again before previous completion was observed",  # 0.10
-        "but no threads observed phase",  # 0.11
+        "but no threads observed phase",  # 0.11; so are the next two
+        "missed observing phase",
+        "threads must observe each barrier completion",
         "read-side operations completed before kernel finished",
     )
 )

@@ -1,6 +1,7 @@
 """The work list of the Mosaic `paged_decode`: every tile once, in shares of the same size."""
 
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,19 @@ from radixkv.kernels.paged_decode.config import SMALLEST_SHARE
 from .problems import int32
 
 TILE, CAPACITY = 64, 2048
+
+
+def check_split_pairs(work: Any, parts: dict[int, list[tuple[int, int, int]]]) -> None:
+    """Each pair of several parts is there once, and no two parts have one index."""
+    pairs, indices = map(np.asarray, work.split_pairs())
+    assert sorted(pairs[pairs < len(parts)]) == [p for p in sorted(parts) if len(parts[p]) > 1]
+    assert not indices[pairs == len(parts)].any() and pairs.max() <= len(parts)
+    used: list[int] = []
+    for pair, (index, number) in zip(pairs.tolist(), indices.tolist(), strict=True):
+        programs = [part - pair for part, _, _ in parts.get(pair, [])]
+        assert [index + i for i in range(number)] == [programs[0] + p for p in programs]
+        used.extend(range(index, index + number))
+    assert len(set(used)) == len(used) and max(used, default=0) < 2 * len(pairs)
 
 
 def check_work_list(
@@ -46,6 +60,7 @@ def check_work_list(
         assert list(ids) == list(range(index, index + number))
         assert list(begins) == np.cumsum([0, *read[:-1]]).tolist()
         assert sum(read) == tiles[pair // kv_heads]
+    check_split_pairs(work, parts)
     total = kv_heads * sum(max(n, 1) for n in tiles)
     assert sum(sizes) == total
     working = [size for size in sizes if size]

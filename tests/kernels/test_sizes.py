@@ -43,6 +43,7 @@ from . import (
     test_kv_write_mosaic,
     test_latent_attention_mosaic,
     test_paged_decode_mosaic,
+    test_paged_decode_work_list,
 )
 from .interpret import PARAMS, SEES_ASYNC_RACES
 from .lowering import SHARED_MEMORY_BYTES, shaped
@@ -404,15 +405,23 @@ def latents_of_one_shape(module: ModuleType, distance: int) -> None:
 
 
 def tiles_of_latent_heads(module: ModuleType, distance: int) -> None:
-    """Query heads make tiles of 64, and splits fill what those leave of the multiprocessors."""
+    """Query heads make tiles of 64, and shares fill what those leave of the multiprocessors."""
     for tiles in (1, 2):
-        for splits in (1, 2, latent_config.MAX_SPLITS, latent_config.MAX_SPLITS + 1):
-            heads, cores = tiles * latent_config.ROWS + distance, splits * (tiles + 1) + distance
-            blocks = tiles + (distance > 0)
-            for tokens in (4096, splits * 2 * latent_config.TILE_TOKENS + distance):
-                found = module.choose_config(1, heads, tokens, cores).splits
-                most = (cores // blocks, tokens // (2 * latent_config.TILE_TOKENS))
-                assert found == max(1, min(*most, latent_config.MAX_SPLITS))
+        heads, blocks = tiles * latent_config.ROWS + distance, tiles + (distance > 0)
+        most = decode_config.MAX_PARTS
+        for tokens, shares in ((1, 1), (1, most), (1, most + 1), (2, most + 1), (2, 2 * most + 1)):
+            cores = shares * blocks + distance
+            found = module.choose_config(tokens, heads, cores).shares
+            assert found == max(1, min(cores // blocks, tokens * most))
+
+
+def tiles_of_latents(module: ModuleType, distance: int) -> None:
+    """The work list of `paged_decode` with one KV head; `launch_of_latents` simulates the rest."""
+    tokens = latent_config.TILE_TOKENS
+    assert tokens == test_paged_decode_work_list.TILE
+    for programs in (1, 2, 5):
+        lengths = [0, tokens + distance, 2 * tokens + distance, 9 * tokens + distance]
+        check_decode_list(lengths, 1, programs, module=module)
 
 
 def stages_of_latents(module: ModuleType, distance: int) -> None:
@@ -427,7 +436,8 @@ def launch_of_latents(module: ModuleType, distance: int) -> None:
     """Rows of about one tile, and of one more than there are stages."""
     tokens = latent_config.TILE_TOKENS
     lengths = [tiles * tokens + distance for tiles in (1, latent_config.STAGES + 1)]
-    test_latent_attention_mosaic.check_decode(module, lengths)
+    config = latent_config.LatentConfig(shares=2)
+    test_latent_attention_mosaic.check_decode(module, lengths, config=config)
 
 
 class Edge(NamedTuple):
@@ -451,10 +461,9 @@ EDGES = {
     "latent_attention.COLUMNS": Edge(latent_config, latents_of_one_shape),
     "latent_attention.HALF": Edge(latent_config, latents_of_one_shape),
     "latent_attention.LATENT_DIM": Edge(latent_config, latents_of_one_shape),
-    "latent_attention.MAX_SPLITS": Edge(latent_config, tiles_of_latent_heads),
     "latent_attention.ROWS": Edge(latent_config, tiles_of_latent_heads),
     "latent_attention.STAGES": Edge(latent_config, stages_of_latents),
-    "latent_attention.TILE_TOKENS": Edge(latent_config, tiles_of_latent_heads),
+    "latent_attention.TILE_TOKENS": Edge(decode_list, tiles_of_latents),
     "latent_attention.VALUE_DIM": Edge(latent_config, latents_of_one_shape),
     "paged_decode.BATCHED_CHUNK_TOKENS": Edge(batched_attention, batched_decode_chunk),
     "paged_decode.BATCHED_SMALL_STEP_BYTES": Edge(batched_attention, batched_decode_step),
@@ -559,14 +568,17 @@ CHEAP_BUGS = {
     "two heads have one weight": (
         "paged_decode.MERGE_VECTOR", "element >= i * head_dim", "element >= 2 * i * head_dim"
     ),
-    "latents: a split of one tile": (
-        "latent_attention.MAX_SPLITS", "// (2 * TILE_TOKENS)", "// TILE_TOKENS"
-    ),
     "latents: a tile of heads too few": (
-        "latent_attention.ROWS", "-(-q_heads // ROWS)", "(q_heads // ROWS)"
+        "latent_attention.ROWS", "// -(-q_heads // ROWS)", "// max(1, q_heads // ROWS)"
     ),
-    "latents: a split too many": (
-        "latent_attention.MAX_SPLITS", "TOKENS), MAX_SPLITS)", "TOKENS), MAX_SPLITS + 1)"
+    "latents: parts of two rows in one place": (
+        "latent_attention.TILE_TOKENS", "[2 * first, number]", "[first, number]"
+    ),
+    "latents: a split row by every thread block": (
+        "latent_attention.TILE_TOKENS", "& (program == first + 1)", ""
+    ),
+    "latents: a share too many": (
+        "latent_attention.ROWS", "MAX_PARTS * num_rows", "MAX_PARTS * num_rows + 1"
     ),
     "no head_dim of 64": ("paged_decode.COLUMNS", "HEAD_DIMS = (64, ", "HEAD_DIMS = (65, "),
     "any number of elements": ("block_copy.LANES", "if elements % LANES:", "if elements < LANES:"),
@@ -716,7 +728,8 @@ BUGS = {
 
 if SEES_ASYNC_RACES:
     for name, old, new in (
-        ("the last tile is lost", "length + (TILE_TOKENS - 1)", "length + (TILE_TOKENS - 2)"),
+        ("the last work tile is lost", "position.left > 0", "position.left > 1"),
+        ("parts are final", "parts_of_pairs[pair, 1] == 1", "parts_of_pairs[pair, 1] >= 1"),
         ("a token too many", "token < visible, logits", "token <= visible, logits"),
     ):
         BUGS[f"latents: {name}"] = ("the launch of the latent attention", old, new)
