@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.scheduler.cli.output import ProgressBar, emit
+from radixkv.kvcache.storage import Status, StorageStats
+from radixkv.scheduler.cli.output import ProgressBar, describe_storage, emit
 from radixkv.scheduler.terminal.console import table
 
 
@@ -71,3 +72,14 @@ def test_progress_is_silent_without_a_terminal(
     with ProgressBar(quiet=False) as progress:
         progress("reading", 1, 4)
     assert capsys.readouterr().err == ""
+
+
+def test_each_count_of_a_storage_has_its_name() -> None:
+    stats = StorageStats({Status.LOADED: 1}, 2, 3, 4, 5, {"OSError": 6}, 7, 8, 9, 10, {})
+    assert describe_storage(stats) == {
+        "blocks": {"loaded": 1},
+        "stored_bytes": 2,
+        "loaded_bytes": 3,
+        "dropped_bytes": 4,
+        "errors": {"OSError": 6},
+    }

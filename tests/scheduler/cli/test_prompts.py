@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from radixkv.scheduler.cli.errors import BadInputError
-from radixkv.scheduler.cli.prompts import read_prompts
+from radixkv.scheduler.cli.prompts import Sizes, choose_sizes, read_prompts
 
 
 def _encode(text: str) -> list[int]:
@@ -56,3 +59,35 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(BadInputError, match=r"prompts\.json: is not JSON: .*can't decode"):
         read_prompts(path, vocab_size=128, encode=_encode)
+
+
+def _sizes(*lengths: int, max_positions: int = 20, itemsize: int = 1, **options: Any) -> Sizes:
+    """Sizes for prompts of some lengths with 4 new tokens each, in blocks of 4 tokens."""
+    given = {"block_size": 4, "max_new_tokens": 4, "n": 1, "device_blocks": None}
+    arguments = Namespace(**(given | {"token_budget": None} | options))
+    config: Any = SimpleNamespace(
+        num_layers=1, num_kv_heads=1, head_dim=1, max_positions=max_positions
+    )
+    return choose_sizes(arguments, [[1] * each for each in lengths], cast(Any, config), itemsize)
+
+
+def test_sizes_are_those_that_the_prompts_need() -> None:
+    assert _sizes(3, 16) == Sizes(num_blocks=7, token_budget=19, max_running=2, max_model_len=20)
+    assert _sizes(3, 16, n=3) == Sizes(21, 19, 6, 20)
+    assert _sizes(*[4] * 200, n=2) == Sizes(800, 512, 256, 8)
+    assert _sizes(3, 16, token_budget=1, device_blocks=5) == Sizes(5, 1, 1, 20)
+    assert _sizes(3, 16, itemsize=2**30).num_blocks == 5, "room for the longest in any case"
+    assert _sizes(*[4] * 9, itemsize=2**26).num_blocks == 8, "4 GiB"
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"max_positions": 19}, "exceed the 19 positions of the model"),
+        ({"device_blocks": 4}, "need 5 blocks of 4 tokens, but the cache has 4"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_is_named(options: dict[str, int], complaint: str) -> None:
+    text = f"^prompt 1: 16 prompt tokens and 4 new tokens {complaint}$"
+    with pytest.raises(BadInputError, match=text):
+        _sizes(3, 16, **options)
