@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler.engine.adjustments import RowValues, adjust_logits
+from radixkv.scheduler.engine.adjustments import RowValues, _forbid, adjust_logits
 from radixkv.scheduler.request import SamplingParams
 
 VOCABULARY = 37
@@ -112,3 +112,10 @@ def _near_the_border(
     with np.errstate(invalid="ignore"):
         distance = (before - before.max()) / sampling.temperature - np.log(sampling.min_p)
     return np.abs(distance) < 1e-4
+
+
+def test_late_tokens_are_forbidden_unless_no_other_is_allowed():
+    allowed = np.array([[0b1011, 1], [0b1010, 0]], np.int32)
+    for row in allowed:
+        _forbid(row, [1, 3, 40, -1], vocab_size=33)  # two of them are no tokens
+    assert allowed.tolist() == [[0b0001, 1], [0b1010, 0]]

@@ -99,6 +99,11 @@ def test_top_k_above_the_vocabulary_keeps_all():
     assert draws(LOGITS, top_k=2**31 - 1) == draws(LOGITS) == draws(LOGITS, top_k=VOCABULARY)
 
 
+@pytest.mark.parametrize(("top_p", "count"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4)])
+def test_a_sum_that_is_top_p_is_enough(top_p, count):
+    assert set(draws([0.0] * 4, top_p=top_p)) == set(range(count))
+
+
 def test_a_tiny_top_p_is_greedy():
     assert set(draws(LOGITS, top_p=1e-6)) == {1}
 
