@@ -20,6 +20,7 @@ from .handoff import (
     NodeId,
     PartId,
     Post,
+    Preempted,
     Pull,
     Start,
     Started,
@@ -44,7 +45,8 @@ class DecodeScheduler(Scheduler):
     all of its KV has arrived, and decodes in the next step.
 
     Preemption and resumption need no prefill node: KV that the cache has lost is recomputed here in
-    chunks, or copied back from the tier where it was parked.
+    chunks, or copied back from the tier where it was parked. With storage, ``Preempted`` reports
+    the request, so that the gateway may let another decode node continue it.
 
     The scheduler does no I/O: call ``schedule``, run the plan, call `update`, and carry out
     `take_actions` after every call.
@@ -113,7 +115,10 @@ class DecodeScheduler(Scheduler):
         # last of them has ended, possibly beside a newer attempt.
         self._keys: dict[Request, AttemptKey] = {}
         self._reasons: dict[Request, str] = {}
-        self._actions: list[Post | Pull | CancelPull | Started | Finished | DecodeFailed] = []
+        self._offered: dict[Request, int] = {}  # number of the preemption that was reported last
+        self._actions: list[
+            Post | Pull | CancelPull | Started | Preempted | Finished | DecodeFailed
+        ] = []
         self._is_draining = False
         self._check_request = check_request
         self._now = 0.0
@@ -235,6 +240,7 @@ class DecodeScheduler(Scheduler):
         """Report a request that has ended and released its blocks."""
         key = self._keys.pop(request)
         reason = self._reasons.pop(request, "")
+        self._offered.pop(request, None)
         self._side.finished(key)
         if request.finish_reason == "abort":
             self._actions.append(DecodeFailed(key, reason))
@@ -260,6 +266,7 @@ class DecodeScheduler(Scheduler):
         if self.num_receiving:
             raise HandoffsOpenError(self.num_receiving)
         self._batch.reset_cache(keep, weights_revision)
+        self._offered |= {each: each.num_preemptions for each in self._queues.preempted}
         self._is_draining = False
 
     # A step
@@ -307,11 +314,25 @@ class DecodeScheduler(Scheduler):
         self._side.tick(now)
         self._apply_actions()
 
-    def take_actions(self) -> list[Post | Pull | CancelPull | Started | Finished | DecodeFailed]:
+    def take_actions(
+        self,
+    ) -> list[Post | Pull | CancelPull | Started | Preempted | Finished | DecodeFailed]:
         """Return the actions since the last call, in the order in which to carry them out."""
         self._apply_actions()
+        self._offer_preempted()
         actions, self._actions = self._actions, []
         return actions
+
+    def _offer_preempted(self) -> None:
+        """Report each preempted request once its KV is in storage, where other nodes find it."""
+        tiers = self.manager.tiers
+        if tiers is None or tiers.storage is None:
+            return
+        for request in self._queues.preempted:
+            is_saved = request.parked is None or request.parked.saved
+            if is_saved and self._offered.get(request) != request.num_preemptions:
+                self._offered[request] = request.num_preemptions
+                self._actions.append(Preempted(self._keys[request], request))
 
     def _apply_actions(self) -> None:
         """Start and stop requests as the side decides, and keep the actions for the caller."""

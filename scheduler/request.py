@@ -66,6 +66,8 @@ class SamplingParams:
         presence_penalty: subtracted from the logit of each token in the output; -2 to 2.
         frequency_penalty: subtracted from it once for each time; -2 to 2.
         min_tokens: number of output tokens before which no stop token is chosen.
+        num_continued: number of last prompt tokens that an earlier request generated, which this
+            one continues: penalties and min_tokens count them as output.
 
     Raises:
         RequestError: for a value out of range.
@@ -80,12 +82,13 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     min_tokens: int = 0
+    num_continued: int = 0
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", *_PENALTIES):
             if not isinstance(value := getattr(self, name), int | float | np.number):
                 raise RequestError(f"{name} must be a number, got {value!r}")
-        for name in ("top_k", "seed", "min_tokens"):
+        for name in ("top_k", "seed", "min_tokens", "num_continued"):
             if not _is_integer(value := getattr(self, name)):
                 raise RequestError(f"{name} must be an integer, got {value!r}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -108,6 +111,10 @@ class SamplingParams:
         if not 0 <= self.min_tokens < 2**31:
             raise RequestError(
                 f"min_tokens must be at least 0 and below 2**31, got {self.min_tokens}"
+            )
+        if not 0 <= self.num_continued < 2**31:
+            raise RequestError(
+                f"num_continued must be at least 0 and below 2**31, got {self.num_continued}"
             )
 
     @property
@@ -221,6 +228,11 @@ class Request:
         prompt = as_tokens(prompt)
         _check_texts(request_id, namespace, sampling)
         _check_numbers(request_id, len(prompt), max_new_tokens, priority, stop_token_ids)
+        if sampling.num_continued >= len(prompt):
+            raise RequestError(
+                f"request {request_id!r}: num_continued must be less than the {len(prompt)} prompt "
+                f"tokens, got {sampling.num_continued}"
+            )
         for name, number in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
             if number is not None and not (_is_integer(number) and 0 <= number <= MAX_LOGPROBS):
                 raise RequestError(

@@ -124,7 +124,7 @@ class Adjustments:
                 sampling.frequency_penalty,
             )
             is_counted |= sampling.has_penalties
-            num_outputs = start + length - request.num_prompt_tokens
+            num_outputs = start + length - _num_given(request)
             # A request that has ended has a row in vain, and a chunk inside a prompt no token.
             is_guided = request.guide is not None and request.finish_reason is None
             is_guided = is_guided and start + length == request.num_tokens
@@ -160,7 +160,7 @@ class Adjustments:
     def _pack_tokens(self, slot: int, request: Request | None) -> Int32Array:
         packed = np.zeros(self._max_tokens + 3, np.int32)
         if request is not None:
-            packed[:3] = slot, request.num_prompt_tokens, request.num_tokens
+            packed[:3] = slot, _num_given(request), request.num_tokens
             packed[3 : 3 + request.num_tokens] = request.tokens
         return packed
 
@@ -170,6 +170,11 @@ class Adjustments:
             lower: Any = function
             self._programs[key] = lower.lower(*given).compile(compiler_options())
         return self._programs[key]
+
+
+def _num_given(request: Request) -> int:
+    """Return the number of prompt tokens that do not count as output."""
+    return request.num_prompt_tokens - request.sampling.num_continued
 
 
 def _forbid(allowed: Int32Array, token_ids: Iterable[int], vocab_size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from ..errors import HandoffsOpenError, StepOrderError
 from ..gateway.network_gateway import Connect, Disconnect, NetworkGateway, SendToNode
 from ..gateway.node_reporter import NodeReporter
 from ..handoff.actions import CancelPull, Finished, Offer, Post, Pull, Started, Timing, Withdraw
+from ..handoff.actions import Preempted as PreemptedReport
 from ..handoff.gateway_messages import (
     CacheAsk,
     CacheUpdate,
@@ -27,7 +29,9 @@ from ..handoff.gateway_messages import (
     DeliveryAck,
     FollowAttempt,
     GatewayMessage,
+    NodeLoad,
     NodeStatus,
+    Preempted,
     PrefillFailed,
     Progress,
     RunPrefill,
@@ -78,7 +82,7 @@ def message_of(body: Message | GatewayMessage) -> spec.Message:
         case DeliveryAck(key, of):
             return spec.Message(kind, attempt_name(key), body, of=of)
         case CancelAttempt(key):
-            return spec.Message(kind, attempt_name(key), body)
+            return spec.Message(kind, attempt_name(key), body, cancels=True)
         case FollowAttempt(key):
             return spec.Message(kind, attempt_name(key), body, follows=True)
         case Progress(attempts):
@@ -89,7 +93,12 @@ def message_of(body: Message | GatewayMessage) -> spec.Message:
                 kind, attempt_name(key), body, is_repeated=True, is_final=body.is_final,
                 has_no_room=body.is_busy, is_failure=not (body.is_busy or body.is_lost),
             )  # fmt: skip
-        case RunPrefill() | StartedReport() | FinishedReport() | DecodeFailed():
+        case Preempted(key, tokens):
+            return spec.Message(kind, attempt_name(key), body, tokens=tokens)
+        case RunPrefill(key):
+            tokens = _tokens(body.request().prompt)
+            return spec.Message(kind, attempt_name(key), body, is_repeated=True, tokens=tokens)
+        case StartedReport() | FinishedReport() | DecodeFailed():
             is_failure = isinstance(body, DecodeFailed)
             return spec.Message(
                 kind, attempt_name(body.key), body, is_repeated=True, is_failure=is_failure
@@ -124,13 +133,17 @@ class _Node(ABC):
         self.reporter = NodeReporter(epoch, TIMING, progress_s=0)
         self.now = 0
         self.plans: deque[StepPlan] = deque()
-        self._status = message_of(NodeStatus(role, "", "simulated", size, num_blocks, "simulated"))
+        self._status = NodeStatus(role, "", "simulated", size, num_blocks, "simulated")
 
     # Messages, the clock and reports
 
     def status(self) -> spec.Message:
         """See `spec.Node`, as for all public methods here."""
-        return self._status
+        load = NodeLoad(
+            num_waiting=len(self.scheduler.waiting),
+            num_used_blocks=self.manager.num_blocks - self.manager.available,
+        )
+        return message_of(replace(self._status, load=load))
 
     def receive(self, source: str, message: spec.Message) -> None:
         """Pass a message to the reporter or the scheduler."""
@@ -389,6 +402,8 @@ class DecodeNode(_Node):
                 self._names[request] = attempt_name(key)
                 table = [] if request.lease is None else request.lease.block_table.tolist()
                 return spec.Started(attempt_name(key), table, num_cached, request.num_hit_tokens)
+            case PreemptedReport():
+                self.reporter.report(action, self.now)
             case Finished(key) | DecodeFailed(key):
                 self.reporter.report(action, self.now)
                 return spec.Ended(attempt_name(key))
@@ -559,7 +574,11 @@ class HandoffAdapter:
         """Make a node without memory."""
         kind: Callable[[Config, int, int], PrefillNode | DecodeNode]
         kind = PrefillNode if role == "prefill" else DecodeNode
-        return kind(self._config, epoch, now)
+        config = self._config
+        if name == "d1":
+            more = config.get("more_blocks", 0)
+            config = config | {"decode_blocks": config["decode_blocks"] + more}
+        return kind(config, epoch, now)
 
 
 def make_factory() -> Callable[[Config], HandoffAdapter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from math import inf
 
@@ -39,6 +39,7 @@ class Gateway:
     Attributes:
         failures: reasons of failed requests, by id. These requests have the status ABORTED. A new
             request with the same id removes the entry.
+        num_moved: number of times that a preempted request has moved to another decode node.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Gateway:
                 ignores reports on attempts of an earlier run.
         """
         self.failures: dict[str, str] = {}
+        self.num_moved = 0
         self._retrier = RequestRetrier(
             max_attempts=max_attempts, backoff_s=backoff_s, request_s=request_s, lost_s=lost_s
         )
@@ -68,10 +70,12 @@ class Gateway:
         self._requests: dict[str, Request] = {}  # by a name that is never reused
         self._names: dict[str, str] = {}  # those names, by request id
         self._routes: dict[AttemptKey, Route] = {}
-        self._refused_by: dict[str, NodeId] = {}  # last decode node without room, by name
+        self._avoided: dict[str, frozenset[NodeId]] = {}  # decode nodes without room, by name
+        self._kept: dict[str, int] = {}  # output tokens in the prompts of the next attempts
         self._lost_on: dict[str, set[Route]] = {}  # pairs that lost an attempt, by name
         self._unheard: dict[NodeId, frozenset[NodeId]] = {}
         self._num_heard: dict[AttemptKey, int] = {}  # tokens of the attempts in progress
+        self._num_kept: dict[AttemptKey, int] = {}  # output tokens in their prompts
         self._advanced: list[Request] = []
         self._actions: list[RunAttempt | Cancel] = []
         self._ended: list[Request] = []
@@ -192,6 +196,10 @@ class Gateway:
         else:
             self._unheard.pop(peer, None)
 
+    def set_free(self, peer: NodeId, num_blocks: int) -> None:
+        """Note how many blocks a decode node has for new requests; see `preempted`."""
+        self._router.set_free(peer, num_blocks)
+
     def update_cache(self, peer: NodeId, update: CacheUpdate) -> bool:
         """Note what a node has cached; see `Router.update_cache`."""
         return self._router.update_cache(peer, update)
@@ -226,10 +234,11 @@ class Gateway:
                 failed.
         """
         request, start = self._requests[key.request_id], self._num_heard[key]
+        start += self._num_kept[key]
         known = request.output_tokens[start : start + len(tokens)]
         if self._contradicts(key, known, tokens, start) or self._lacks(key, tokens, records):
             return
-        self._num_heard[key] = start + len(tokens)
+        self._num_heard[key] += len(tokens)
         for token in tokens[len(known) :]:
             request.append(token)
         self._take_records(request, records[len(known) :])
@@ -251,6 +260,14 @@ class Gateway:
     def _take_records(self, request: Request, records: Sequence[TokenLogprob]) -> None:
         if request.logprobs is not None:
             request.output_logprobs += records
+
+    def _take_counts(self, request: Request, hits: Hits, num_preemptions: int) -> None:
+        """Take the counts of an attempt: the hits of the first one that has generated tokens."""
+        if request.num_preemptions == 0:  # otherwise it has moved
+            request.num_hit_tokens = hits.device
+            request.num_host_hit_tokens = hits.host
+            request.num_storage_hit_tokens = hits.storage
+        request.num_preemptions += num_preemptions
 
     def _contradicts(
         self, key: AttemptKey, known: Sequence[int], tokens: Sequence[int], start: int = 0
@@ -283,19 +300,52 @@ class Gateway:
         """
         request = self._requests.get(key.request_id)
         if request is not None and key in self._num_heard:
-            known = request.output_tokens
-            if self._contradicts(key, known, tokens) or self._lacks(key, tokens, records):
+            kept = self._num_kept[key]
+            known = request.output_tokens[kept:]
+            if self._contradicts(key, known, tokens, kept) or self._lacks(key, tokens, records):
                 return
-            self._take_records(request, records[len(request.output_logprobs) :])
+            self._take_records(request, records[len(request.output_logprobs) - kept :])
+            tokens = [*request.output_tokens[:kept], *tokens]
+            self._take_counts(request, hits, num_preemptions)
         if request is not None:
-            request.num_hit_tokens = hits.device
-            request.num_host_hit_tokens = hits.host
-            request.num_storage_hit_tokens = hits.storage
-            request.num_preemptions = num_preemptions
             written = [*request.prompt.tolist(), *tokens[:-1]]
             self._router.finished(key, written, request.namespace)
         self._retrier.finished(key, tuple(tokens))
         self._end(key)
+
+    def preempted(
+        self,
+        key: AttemptKey,
+        tokens: Sequence[int],
+        hits: Hits,
+        num_preemptions: int,
+        records: Sequence[TokenLogprob] = (),
+    ) -> None:
+        """Note that an attempt waits for blocks on D, with its KV in storage.
+
+        If another decode node has said that it has room for all of the request, the attempt ends,
+        which does not count, and the next one begins there. Its prompt includes the tokens so far,
+        so that storage has most of its KV. Otherwise nothing changes. For the arguments, see
+        `finished`.
+        """
+        self.started(key)
+        if key not in self._num_heard:
+            return
+        name, num_heard = key.request_id, self._num_heard[key]
+        request = self._requests[name]
+        limit = request.num_prompt_tokens + request.max_new_tokens
+        crowded = self._router.without_room(limit, self._routes[key].decode)
+        if crowded is None:
+            return
+        self.progressed(key, tokens[num_heard:], records[num_heard:])
+        if key not in self._num_heard:  # they differ from those that were told
+            return
+        self._take_counts(request, hits, num_preemptions)
+        self._avoided[name] = crowded
+        self._kept[name] = len(request.output_tokens)
+        self.num_moved += 1
+        self._retrier.moved(key)
+        self._follow()
 
     def prefill_failed(
         self,
@@ -310,9 +360,11 @@ class Gateway:
 
         The next one avoids a decode node that is busy, and a pair that lost an attempt.
         """
+        if is_final and self._kept.pop(key.request_id, 0):
+            is_final, is_busy = False, True  # without the tokens so far it may fit
         if key in self._routes:
             if is_busy:
-                self._refused_by[key.request_id] = self._routes[key].decode
+                self._avoided[key.request_id] = frozenset((self._routes[key].decode,))
             if is_lost:
                 self._add_lost(key.request_id, self._routes[key])
         self._retrier.prefill_failed(
@@ -342,28 +394,29 @@ class Gateway:
                         self._answer(name, tokens, reason)
 
     def _begin(self, key: AttemptKey) -> None:
-        original = self._requests[key.request_id]
+        original, kept = self._requests[key.request_id], self._kept.get(key.request_id, 0)
+        sampling = original.sampling
         request = Request(
             key.request_id,
-            original.prompt,
-            original.max_new_tokens,
+            original.tokens[: original.num_prompt_tokens + kept],
+            original.max_new_tokens - kept,
             priority=original.priority,
-            sampling=original.sampling,
+            sampling=replace(sampling, num_continued=sampling.num_continued + kept),
             stop_token_ids=tuple(original.stop_token_ids),
             namespace=original.namespace,
             logprobs=original.logprobs,
         )
         try:
-            busy = [self._refused_by[key.request_id]] if key.request_id in self._refused_by else []
+            busy = self._avoided.get(key.request_id, ())
             broken = self._broken_pairs(key.request_id)
             route = self._router.route(key, request.prompt, request.namespace, busy, broken)
         except RequestTooLargeError as large:
-            self._retrier.prefill_failed(key, str(large), is_final=True)
+            self.prefill_failed(key, str(large), is_final=True)
         except RoutingError as no_node:  # one may join later
             self._retrier.prefill_failed(key, str(no_node), is_busy=True)
         else:
             self._routes[key] = route
-            self._num_heard[key] = 0
+            self._num_heard[key], self._num_kept[key] = 0, kept
             self._actions.append(RunAttempt(key, request, route))
 
     def _add_lost(self, name: str, route: Route) -> None:
@@ -388,12 +441,14 @@ class Gateway:
 
     def _end(self, key: AttemptKey) -> None:
         self._num_heard.pop(key, None)
+        self._num_kept.pop(key, None)
         self._routes.pop(key, None)
         self._router.finished(key)
 
     def _answer(self, name: str, tokens: Sequence[int] | None, reason: str) -> None:
         """End a request, whose last attempt has ended, as an engine does."""
-        self._refused_by.pop(name, None)
+        self._avoided.pop(name, None)
+        self._kept.pop(name, None)
         self._lost_on.pop(name, None)
         request = self._requests.pop(name)
         del self._names[request.request_id]

@@ -20,6 +20,7 @@ from ..handoff.gateway_messages import (
     GatewayMessage,
     NewTokens,
     NodeStatus,
+    Preempted,
     PrefillFailed,
     Progress,
     RunPrefill,
@@ -132,6 +133,11 @@ class NetworkGateway:
     def failures(self) -> dict[str, str]:
         """Reasons of failed requests, by id; these requests have the status ABORTED."""
         return self._gateway.failures
+
+    @property
+    def num_moved(self) -> int:
+        """Number of times that a preempted request has moved to another decode node."""
+        return self._gateway.num_moved
 
     @property
     def num_open(self) -> int:
@@ -281,6 +287,9 @@ class NetworkGateway:
             case Progress(attempts):
                 for each in attempts:
                     self._take_in_tokens(peer, each)
+            case Preempted(key, tokens, hits, num_preemptions, packed):
+                records = unpack_records(packed, tokens)
+                self._gateway.preempted(key, tokens, hits, num_preemptions, records)
             case CacheUpdate() as update:
                 if not self._gateway.update_cache(peer, update) and peer not in self._asked:
                     self._ask(peer)
@@ -351,7 +360,9 @@ class NetworkGateway:
             self._lose(peer)
             known = None
         if known is not None:
-            self.nodes[peer] = replace(known, heard_at=self._now, load=load)
+            self.nodes[peer] = node = replace(known, heard_at=self._now, load=load)
+            if not known.refusal:
+                self._gateway.set_free(peer, node.num_free)
             self._gateway.set_unheard(peer, unheard)
             self._follow_again(peer)
             self._asked.discard(peer)
@@ -361,7 +372,7 @@ class NetworkGateway:
         refusal = refusal_of(status, self.nodes, self._model)
         if peer in self._draining:
             refusal = "it was drained, and its name is not used again"
-        self.nodes[peer] = RemoteNode(status, epoch, self._now, refusal, load)
+        self.nodes[peer] = node = RemoteNode(status, epoch, self._now, refusal, load)
         if refusal:
             return
         self.gone.pop(peer, None)
@@ -371,6 +382,7 @@ class NetworkGateway:
             self._gateway.add_prefill(peer, size)
         else:
             self._gateway.add_decode(peer, size)
+        self._gateway.set_free(peer, node.num_free)
 
     def _lose(self, peer: NodeId) -> None:
         node = self.nodes.pop(peer)

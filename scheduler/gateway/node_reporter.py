@@ -8,6 +8,7 @@ from typing import TypeAlias
 from ...kvcache import CountError, RequestTooLargeError
 from ..errors import RequestError
 from ..handoff.actions import Finished as DecodeFinished
+from ..handoff.actions import Preempted as DecodePreempted
 from ..handoff.actions import Started as DecodeStarted
 from ..handoff.actions import Timing
 from ..handoff.gateway_messages import (
@@ -20,6 +21,7 @@ from ..handoff.gateway_messages import (
     Finished,
     FollowAttempt,
     NewTokens,
+    Preempted,
     PrefillFailed,
     Progress,
     RunPrefill,
@@ -27,11 +29,14 @@ from ..handoff.gateway_messages import (
 )
 from ..handoff.messages import AttemptKey, Hits, NodeId
 from ..handoff.records import pack_records
-from ..request import Request
+from ..request import Request, RequestStatus
 from .resend import ResendQueue
 
-Report: TypeAlias = PrefillFailed | DecodeStarted | DecodeFinished | DecodeFailed
+Report: TypeAlias = PrefillFailed | DecodeStarted | DecodePreempted | DecodeFinished | DecodeFailed
 """What a node reports on an attempt, as its scheduler hands it out."""
+
+
+ReporterMessage: TypeAlias = AttemptMessage | DeliveryAck | Progress | Preempted
 
 
 class NodeReporter:
@@ -70,14 +75,16 @@ class NodeReporter:
         self._followed: dict[AttemptKey, int] = {}
         self._progress_s = progress_s
         self._next_progress_at = 0.0
-        self._messages: list[AttemptMessage | DeliveryAck | Progress] = []
+        self._preempted: dict[AttemptKey, float] = {}  # when each is reported again
+        self._retry_s = timing.retry_s
+        self._messages: list[ReporterMessage] = []
 
     @property
     def num_unacked(self) -> int:
         """Number of reports that the gateway has not acknowledged."""
         return len(self._reports)
 
-    def take_messages(self) -> list[AttemptMessage | DeliveryAck | Progress]:
+    def take_messages(self) -> list[ReporterMessage]:
         """Return the messages to the gateway since the last call, in order."""
         messages, self._messages = self._messages, []
         return messages
@@ -110,7 +117,11 @@ class NodeReporter:
             self.report(PrefillFailed(run.key, str(error), is_final=True), now)
 
     def report(self, report: Report, now: float) -> None:
-        """Send a report on an attempt, until it is acknowledged."""
+        """Send a report on an attempt until it is acknowledged, or while it is preempted."""
+        if isinstance(report, DecodePreempted):
+            self._preempted[report.key] = now
+            self._report_preempted(now)
+            return
         if isinstance(report, DecodeStarted):
             self._decoding[report.key] = report.request
         else:
@@ -153,8 +164,19 @@ class NodeReporter:
         self._messages.append(Progress(tuple(attempts)))
         self._next_progress_at = now + self._progress_s
 
+    def _report_preempted(self, now: float) -> None:
+        """Report again what is still preempted."""
+        for key, due_at in list(self._preempted.items()):
+            request = self._decoding.get(key)
+            if request is None or request.status is not RequestStatus.PREEMPTED:
+                del self._preempted[key]
+            elif now >= due_at:
+                self._preempted[key] = now + self._retry_s
+                self._messages.append(Preempted(key, *_state_of(request)))
+
     def tick(self, now: float) -> None:
         """Advance the clock."""
+        self._report_preempted(now)
         self._messages += [message for _, message in self._reports.take_due(now).resend]
         while self._begun:
             key = next(iter(self._begun))
@@ -163,13 +185,20 @@ class NodeReporter:
             del self._begun[key]
 
 
-def _as_message(report: Report) -> AttemptMessage:
+def _as_message(
+    report: PrefillFailed | DecodeStarted | DecodeFinished | DecodeFailed,
+) -> AttemptMessage:
     match report:
         case DecodeStarted(key):
             return Started(key)
         case DecodeFinished(key, request):
-            tokens = tuple([int(token) for token in request.output_tokens])
-            records = pack_records(request.output_logprobs)
-            return Finished(key, tokens, Hits.of(request), request.num_preemptions, records)
+            return Finished(key, *_state_of(request))
         case _:
             return report
+
+
+def _state_of(request: Request) -> tuple[tuple[int, ...], Hits, int, bytes]:
+    """Return tokens, hits, number of preemptions and log probabilities of a request."""
+    tokens = tuple([int(token) for token in request.output_tokens])
+    records = pack_records(request.output_logprobs)
+    return tokens, Hits.of(request), request.num_preemptions, records

@@ -31,6 +31,16 @@ class RemoteNode:
     refusal: str = ""
     load: NodeLoad = IDLE
 
+    @property
+    def num_free(self) -> int:
+        """Number of blocks for new requests; none while others wait for blocks."""
+        return free_blocks(self.status.num_blocks, self.load)
+
+
+def free_blocks(num_blocks: int, load: NodeLoad) -> int:
+    """Return how many of its blocks a node has for new requests; none while others wait."""
+    return 0 if load.num_waiting else num_blocks - load.num_used_blocks
+
 
 def refusal_of(status: NodeStatus, nodes: Mapping[NodeId, RemoteNode], model: str | None) -> str:
     """Return why a node that joins cannot serve beside the others; empty if it can."""

@@ -76,7 +76,7 @@ class RequestRetrier:
 
         Args:
             max_attempts: failed attempts of a request, without those that D refused for a
-                temporary reason, and those that were lost with a node or a connection.
+                temporary reason, that moved, or that were lost with a node or a connection.
             backoff_s: pause between two attempts.
             request_s: time limit of a request, after which it has failed.
             lost_s: time after its first lost attempt from which on another lost one fails a
@@ -155,6 +155,13 @@ class RequestRetrier:
         request = self._requests.get(key.request_id)
         if request is not None and request.is_trying(key.attempt):
             self._retry(key.request_id, request, reason)
+
+    def moved(self, key: AttemptKey) -> None:
+        """End the attempt in progress of an open request, and begin the next one at once."""
+        request = self._requests[key.request_id]
+        request.num_failed -= 1  # which it is not
+        self._retry(key.request_id, request, "it was preempted")
+        request.begins_at = self._now
 
     def prefill_lost(self, key: AttemptKey) -> None:
         """Note that the prefill node of an attempt is gone; a started attempt continues."""

@@ -67,6 +67,8 @@ class _Node:
         load: sum of lacks.
         sent: the same sum over all attempts so far.
         index: what the node has, once it has said so.
+        num_free: blocks that it had for new requests when it said so last, less those of the
+            attempts since.
         coming: hashes of the blocks of each attempt in progress, which the node will have.
         num_coming: number of these attempts, by hash.
     """
@@ -78,6 +80,7 @@ class _Node:
     lacks: dict[AttemptKey, int] = field(default_factory=dict)
     load: int = 0
     sent: int = 0
+    num_free: int = 0
 
     @property
     def block_size(self) -> int:
@@ -91,6 +94,7 @@ class _Node:
         self.lacks[key] = num_lacking
         self.load += num_lacking
         self.sent += num_lacking
+        self.num_free -= prompt.num_blocks(self.block_size)
         if self.index is not None:
             self.coming[key] = prompt.hashes(self.block_size)
             self.num_coming.update(self.coming[key])
@@ -297,6 +301,34 @@ class Router:
                 nodes[each.name].sent * nodes[each.name].block_size,
             ),
         )
+
+    def set_free(self, node_id: NodeId, num_blocks: int) -> None:
+        """Note how many blocks a node has for new requests.
+
+        Raises:
+            RoutingError: if there is no such node.
+        """
+        self._node(node_id).num_free = num_blocks
+
+    def without_room(self, num_tokens: int, besides: NodeId) -> frozenset[NodeId] | None:
+        """Return which decode nodes an attempt should not move to.
+
+        Args:
+            num_tokens: tokens of the request at its limit.
+            besides: the decode node that it leaves.
+
+        Returns:
+            The decode nodes without blocks for so many tokens, and this one; None if there is no
+            other one, or if no prefill node has as many blocks in all.
+        """
+        decode = self._serving(self._decode)
+        roomy = {
+            name
+            for name, node in decode.items()
+            if -(-num_tokens // node.block_size) <= node.num_free and name != besides
+        }
+        fits = any(num_tokens <= node.num_tokens for node in self._serving(self._prefill).values())
+        return frozenset(decode) - roomy if roomy and fits else None
 
     def computed(self, key: AttemptKey) -> None:
         """Remove an attempt from the load of its prefill node."""

@@ -153,6 +153,17 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class Preempted:
+    """D reports that a request has lost its blocks, and that its KV is in storage.
+
+    Until D resumes it, another D may continue it.
+    """
+
+    key: AttemptKey
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """D reports that an attempt has finished; its request has all of its tokens."""
 

@@ -11,7 +11,9 @@
       ◄──────────────────────────────────────────────────── Finished ─
 
 If something fails, PrefillFailed or DecodeFailed comes instead. The sender repeats each of these
-five until a DeliveryAck answers it. The gateway sends CancelAttempt once, to all nodes, when an
+five until a DeliveryAck answers it. While an attempt is preempted, and its KV is in storage, D
+repeats Preempted; if another D has room, the gateway cancels the attempt, and begins the next one
+with the tokens that it has. The gateway sends CancelAttempt once, to all nodes, when an
 attempt is no longer wanted: a node that missed it reports on the attempt later and is told again.
 A gateway that wants the tokens of an attempt as they come follows it. Progress may be lost: the
 gateway, which knows how many tokens it has, asks again from there, and Finished has all tokens.
@@ -163,6 +165,20 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Preempted:
+    """D reports that an attempt waits for blocks, with all of its tokens so far.
+
+    For the attributes, see ``Finished``.
+    """
+
+    key: AttemptKey
+    tokens: tuple[int, ...]
+    hits: Hits
+    num_preemptions: int
+    records: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillFailed:
     """P reports that an attempt has failed, as far as P knows.
 
@@ -292,6 +308,7 @@ GatewayMessage: TypeAlias = (
     | CancelAttempt
     | FollowAttempt
     | Progress
+    | Preempted
     | NodeStatus
     | DeliveryAck
     | CacheUpdate

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import CollectorRegistry
@@ -36,6 +36,10 @@ class WatchedNodes(Protocol):
     @property
     def num_open(self) -> int:
         """Number of requests that have not ended."""
+
+    @property
+    def num_moved(self) -> int:
+        """Number of times that a preempted request has moved to another decode node."""
 
 
 def _hits(node: RemoteNode) -> Values:
@@ -97,6 +101,8 @@ _NODE_UP: Final = "node_up"
 _NODE_UP_TEXT: Final = "1 while the node serves, 0 after it has gone or if it was refused."
 _OPEN: Final = "num_requests_open"
 _OPEN_TEXT: Final = "Requests that have not ended, also those that wait for a node."
+_MOVED: Final = "num_requests_moved"
+_MOVED_TEXT: Final = "Times that a preempted request has moved to another decode node."
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,7 @@ class _Seen:
     nodes: Mapping[str, RemoteNode]
     gone: Mapping[str, RemoteNode]
     num_open: int
+    num_moved: int
 
 
 class NodesMetrics:
@@ -126,7 +133,7 @@ class NodesMetrics:
         self._engine = engine
         self._nodes = nodes
         self._model_name = model_name
-        self._seen = _Seen({}, {}, 0)
+        self._seen = _Seen({}, {}, 0, 0)
 
     async def scrape(self) -> bytes:
         """Return the metrics as text; after the engine has ended, the last ones."""
@@ -139,7 +146,8 @@ class NodesMetrics:
         return generate_latest(registry)
 
     def _read(self) -> _Seen:
-        return _Seen(dict(self._nodes.nodes), dict(self._nodes.gone), self._nodes.num_open)
+        nodes = self._nodes
+        return _Seen(dict(nodes.nodes), dict(nodes.gone), nodes.num_open, nodes.num_moved)
 
     def _families(self, is_up: bool) -> Iterator[Family]:
         model, seen = self._model_name, self._seen
@@ -149,6 +157,9 @@ class NodesMetrics:
         number = GaugeMetricFamily(PREFIX + _OPEN, _OPEN_TEXT, labels=_LABELS[:1])
         number.add_metric([model], seen.num_open)
         yield number
+        moved = CounterMetricFamily(PREFIX + _MOVED, _MOVED_TEXT, labels=_LABELS[:1])
+        moved.add_metric([model], seen.num_moved)
+        yield moved
         node_up = GaugeMetricFamily(PREFIX + _NODE_UP, _NODE_UP_TEXT, labels=_LABELS)
         for nodes, is_alive in ((seen.nodes, True), (seen.gone, False)):
             for name, node in nodes.items():

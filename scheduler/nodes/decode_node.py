@@ -10,7 +10,7 @@ from ...kvcache.storage import Storage, StorageNamespace
 from ..batching.preemption import PreemptMode
 from ..decode import DecodeScheduler
 from ..engine import ModelRunner
-from ..handoff import CancelPull, DecodeFailed, Finished, Post, Pull, Started, Timing
+from ..handoff import CancelPull, DecodeFailed, Finished, Post, Preempted, Pull, Started, Timing
 from ..models import Model
 from ..policy import Policy
 from .kv_parts import KVParts
@@ -18,7 +18,7 @@ from .kv_receiver import KVReceiver
 from .node import NodeEngine, PeerMessage, check_groups, check_revision
 from .transport import Event, PullFailed, PullInfo, Received, Transport
 
-DecodeReport: TypeAlias = Started | Finished | DecodeFailed
+DecodeReport: TypeAlias = Started | Preempted | Finished | DecodeFailed
 """What a decode node reports of an attempt."""
 
 

@@ -9,11 +9,21 @@ from typing import Final
 
 from ...kvcache import RequestTooLargeError
 from ..gateway.gateway import Gateway, RunAttempt
+from ..gateway.remote_node import free_blocks
 from ..gateway.retries import Cancel
 from ..gateway.router import CacheSize
-from ..handoff import AttemptKey, DecodeFailed, Finished, Hits, NodeId, PrefillFailed, Started
+from ..handoff import (
+    AttemptKey,
+    DecodeFailed,
+    Finished,
+    Hits,
+    NodeId,
+    Preempted,
+    PrefillFailed,
+    Started,
+)
 from ..models import Params
-from ..request import Request
+from ..request import Request, RequestStatus
 from .decode_node import DecodeEngine
 from .node import NodeStats
 from .prefill_node import PrefillEngine
@@ -52,6 +62,7 @@ class Disaggregated:
         """
         self._is_streaming = stream
         self._decoding: dict[AttemptKey, Request] = {}  # as the decode nodes have them
+        self._preempted: dict[AttemptKey, Request] = {}  # those that may move
         self._advanced: Sequence[Request] = ()
         self.prefill = {f"prefill-{number}": node for number, node in enumerate(prefill)}
         self.decode = {f"decode-{number}": node for number, node in enumerate(decode)}
@@ -69,6 +80,11 @@ class Disaggregated:
     def failures(self) -> dict[str, str]:
         """Reasons of failed requests by id; these requests have the status ABORTED."""
         return self._gateway.failures
+
+    @property
+    def num_moved(self) -> int:
+        """Number of times that a preempted request has moved to another decode node."""
+        return self._gateway.num_moved
 
     @property
     def advanced(self) -> Sequence[Request]:
@@ -121,6 +137,7 @@ class Disaggregated:
         for peer in (*self.prefill, *self.decode):
             was_busy |= self._node(peer).poll(now)
             self._deliver(peer)
+        self._offer_preempted()
         if not was_busy and self.has_work:
             time.sleep(_PAUSE_S)
 
@@ -218,6 +235,8 @@ class Disaggregated:
                     self._gateway.started(key)
                     if self._is_streaming:
                         self._decoding[key] = attempt
+                case Preempted(key, request):
+                    self._preempted[key] = request
                 case Finished(key, request):
                     counts = Hits.of(request), request.num_preemptions
                     tokens, records = request.output_tokens, request.output_logprobs
@@ -225,6 +244,19 @@ class Disaggregated:
                 case DecodeFailed(key, reason):
                     self._gateway.decode_failed(key, reason)
         self._act()
+
+    def _offer_preempted(self) -> None:
+        """Let preempted requests move to decode nodes that have room."""
+        for peer, node in self.decode.items() if self._preempted else ():
+            self._gateway.set_free(peer, free_blocks(node.manager.num_blocks, node.load()))
+        for key, request in list(self._preempted.items()):
+            if request.status is not RequestStatus.PREEMPTED:
+                del self._preempted[key]
+                continue
+            counts = Hits.of(request), request.num_preemptions
+            tokens, records = request.output_tokens, request.output_logprobs
+            self._gateway.preempted(key, tokens, *counts, records)
+            self._act()
 
     def _act(self) -> None:
         """Carry out the gateway's actions."""

@@ -101,6 +101,11 @@ class RemoteNodes:
         return self._channel.stats().other_versions
 
     @property
+    def num_moved(self) -> int:
+        """Number of times that a preempted request has moved to another decode node."""
+        return self._gateway.num_moved
+
+    @property
     def num_open(self) -> int:
         """Number of requests that have not ended."""
         return self._gateway.num_open

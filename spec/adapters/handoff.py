@@ -53,6 +53,9 @@ class Message:
         reports: of a message from D to the gateway: the attempts of which it has tokens before
             their ends.
         follows: whether it asks D for such reports on its attempt.
+        tokens: of a RunPrefill: the prompt that P is to compute; of a Preempted, with which D says
+            that an attempt waits for blocks: all tokens that it has generated.
+        cancels: whether it ends its attempt on the node that gets it.
         is_failure: whether it says that a node has given the attempt up, and neither for lack of
             room nor because the other node is lost.
     """
@@ -71,6 +74,8 @@ class Message:
     is_failure: bool = False
     reports: tuple[str, ...] = ()
     follows: bool = False
+    tokens: Tokens = ()
+    cancels: bool = False
 
 
 class Part(NamedTuple):
@@ -265,7 +270,7 @@ class Node(Protocol):
     """A prefill or decode node: its scheduler, cache, hand-offs and reports, without I/O."""
 
     def status(self) -> Message:
-        """Return a sign of life, which the node sends to the gateway at every tick."""
+        """Return a sign of life, and of room, which the node sends to the gateway every tick."""
 
     def receive(self, source: str, message: Message) -> None:
         """Take a message from the gateway or another node."""

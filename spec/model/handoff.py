@@ -54,6 +54,10 @@ class Request:
         attempts: its attempts by the present gateway.
         failed: those that a node has given up, as the gateway has heard.
         is_hopeless: whether no attempt can succeed.
+        prompts: tokens that P computes, by attempt.
+        moved: attempts that the gateway has heard to be preempted, and may have ended for that.
+        num_reported: most output tokens that the gateway has heard of a preempted attempt.
+        preempted: the attempt that said so last.
     """
 
     prompt: Tokens
@@ -65,11 +69,23 @@ class Request:
     attempts: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     is_hopeless: bool = False
+    prompts: dict[str, Tokens] = field(default_factory=dict)
+    moved: set[str] = field(default_factory=set)
+    num_reported: int = 0
+    preempted: str = ""
 
     @property
     def kv(self) -> Tokens:
         """The KV of the prompt; see `tagged`."""
         return tagged(self.namespace, self.prompt)
+
+    def prompt_of(self, attempt: str) -> Tokens:
+        """Return the tokens that P computes in an attempt."""
+        return self.prompts.get(attempt, self.prompt)
+
+    def kv_of(self, attempt: str) -> Tokens:
+        """Return the KV of these tokens."""
+        return tagged(self.namespace, self.prompt_of(attempt))
 
     def output(self) -> Tokens:
         """Return the tokens that one node alone generates."""
@@ -106,6 +122,7 @@ class Requests:
         self._offered: set[Hashable] = set()
         self._has_arrived: dict[Hashable, bool] = {}  # of messages, as their senders know
         self._followed: set[str] = set()
+        self._cancelled: set[str] = set()
         self._told: dict[str, Tokens] = {}
 
     def open(self) -> list[str]:
@@ -117,7 +134,34 @@ class Requests:
         request = self.requests[name]
         request.deadline, request.is_hopeless = deadline, is_hopeless
         request.attempts, request.failed = set(), set()
+        request.moved, request.num_reported, request.preempted = set(), 0, ""
         self._told.pop(name, None)
+
+    def runs(self, name: str, attempt: str, prompt: Tokens) -> None:
+        """The gateway asks P to begin an attempt, perhaps again."""
+        request = self.requests[name]
+        due = request.prompt + request.output()[: request.num_reported]
+        num_kept = len(prompt) - len(request.prompt)
+        is_right = num_kept >= 0 and prompt == due[: len(prompt)]
+        require(is_right, rules.X30, "{} computes {} of {}", attempt, prompt, due)
+        last = request.preempted
+        is_left = len(prompt) <= len(request.prompt_of(last)) or last in self._cancelled
+        require(is_left, rules.X31, "{} begins, and {} goes on", attempt, last)
+        request.attempts.add(attempt)
+        request.prompts[attempt] = prompt
+
+    def preempted(self, name: str, attempt: str, tokens: Tokens) -> None:
+        """The gateway hears that an attempt waits for blocks, and which tokens it has."""
+        request = self.requests[name]
+        if attempt in request.attempts:
+            num_kept = len(request.prompt_of(attempt)) - len(request.prompt)
+            request.num_reported = max(request.num_reported, num_kept + len(tokens))
+            request.moved.add(attempt)
+            request.preempted = attempt
+
+    def cancelled(self, attempt: str) -> None:
+        """The gateway tells a node to end an attempt."""
+        self._cancelled.add(attempt)
 
     def begun(self, node: str, attempt: str) -> None:
         """P begins an attempt."""

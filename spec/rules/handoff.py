@@ -96,8 +96,8 @@ X17: Final = rule("X17 one-answer", "A request has exactly one final answer.")
 X18: Final = rule(
     "X18 fail-only-after-all-attempts",
     "A request fails only after its nodes have given all of its attempts up, after its time limit, "
-    "or for a reason that no attempt can mend. An attempt that is lost with a node or a connection "
-    "does not count.",
+    "or for a reason that no attempt can mend. An attempt that is lost with a node or a "
+    "connection, or that the gateway ends because its request is preempted, does not count.",
 )
 X19: Final = rule(
     "X19 bounded-overtaking",
@@ -135,7 +135,8 @@ X26: Final = rule(
 )
 X27: Final = rule(
     "X27 asked-is-told",
-    "A decode node reports the tokens of an attempt before its end only if the gateway has asked.",
+    "A decode node reports the tokens of an attempt before its end only if the gateway has asked, "
+    "or while the attempt is preempted.",
 )
 
 # Links are cut
@@ -153,6 +154,16 @@ X29: Final = rule(
     "A prefill node sends no full block that storage held when the decode node was asked, if the "
     "decode node's host has room, and storage answers without fault and before a peer would count "
     "as silent.",
+)
+
+X30: Final = rule(
+    "X30 moved-goes-on",
+    "The prompt of an attempt is that of its request, and the first tokens of its output, of which "
+    "a decode node has reported all when it was preempted.",
+)
+X31: Final = rule(
+    "X31 left-before-moved",
+    "A gateway ends a preempted attempt before it begins the one that goes on with its tokens.",
 )
 
 HANDOFF_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))

@@ -202,7 +202,7 @@ BUGS: dict[str, tuple[Bug, ...]] = {
         bug(
             "a refusal is kept per request",
             "scheduler.gateway.gateway",
-            ("        self._refused_by.pop(name, None)\n", ""),
+            ("        self._avoided.pop(name, None)\n", ""),
         ),
         bug(
             "a lost pair is kept per request",

@@ -194,9 +194,9 @@ WALKS: Final[dict[str, tuple[Bug, ...]]] = {
             "an answer looks at all routes",
             "scheduler.gateway.gateway",
             (
-                "        self._refused_by.pop(name, None)\n",
+                "        self._avoided.pop(name, None)\n",
                 "        for key in [each for each in self._routes if each.request_id == name]:\n"
-                "            self._end(key)\n        self._refused_by.pop(name, None)\n",
+                "            self._end(key)\n        self._avoided.pop(name, None)\n",
             ),
         ),
         then(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -102,6 +103,20 @@ def test_tokens_do_not_depend_on_the_schedule(
         if made.finish_reason == "abort":
             tokens = tokens[: len(made.output_tokens)]
         assert made.output_tokens == tokens, made
+
+
+@pytest.mark.parametrize("num_continued", [1, 4, NEW_TOKENS - 1])
+def test_a_request_that_continues_another_generates_the_rest(served, num_continued):
+    serving, continued = fresh(served[0]), []
+    for index, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
+        begun = [*prompt, *served[1][index][:num_continued]]
+        sampling = replace(sampling, num_continued=num_continued)
+        made = Request(str(index), begun, NEW_TOKENS - num_continued, sampling=sampling)
+        continued.append(made)
+        serving.add_request(made)
+    serving.run()
+    for made, tokens in zip(continued, served[1], strict=True):
+        assert made.output_tokens == tokens[num_continued:], made
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

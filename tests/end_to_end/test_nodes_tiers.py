@@ -16,8 +16,10 @@ from radixkv.kvcache.storage import BackendOptions, StorageWorkers, open_backend
 from radixkv.scheduler.engine import Engine, make_storage_namespace
 from radixkv.scheduler.errors import ConfigError, EngineClosedError, HandoffsOpenError
 from radixkv.scheduler.models import Params
+from radixkv.scheduler.nodes import DecodeEngine
 from radixkv.scheduler.request import Request
 
+from ..kvcache.storage.memory import MemoryBackend
 from .cluster import Cluster
 from .conftest import complete, fresh, let_copies_end
 from .test_engine import PREFIX, PROMPTS, SAMPLED
@@ -47,12 +49,13 @@ def over_files(llama: Engine, directory: Path, **decode: Any) -> Iterator[Cluste
         assert cluster.front.close(timeout_s=LONG_S)
 
 
-def let_prefill_read_at_once(cluster: Cluster) -> None:
-    """Stop the clock while P waits for storage, so that a slow disk does not serialise requests."""
+def let_copies_end_at_once(cluster: Cluster, *, decode: bool = True) -> None:
+    """Stop the clock while nodes wait for storage, so that a slow disk changes no order."""
     clock = cluster.front._clock
 
     def pause() -> float:
-        let_copies_end(cluster.p._runner)
+        for node in cluster.front._nodes() if decode else [cluster.p]:
+            let_copies_end(node._runner)
         return clock()
 
     cluster.front._clock = pause
@@ -64,7 +67,7 @@ def test_kv_survives_its_nodes_in_files(llama: Engine, tmp_path: Path) -> None:
     found, computed = [], []
     for _ in range(2):
         with over_files(llama, tmp_path, **tight) as cluster:
-            let_prefill_read_at_once(cluster)
+            let_copies_end_at_once(cluster, decode=False)
             assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
             prefill, decode = (each.engine.scheduler for each in cluster.front.stats().values())
             assert decode.parked > 0
@@ -72,6 +75,41 @@ def test_kv_survives_its_nodes_in_files(llama: Engine, tmp_path: Path) -> None:
             computed.append(prefill.prefill_tokens)
     assert found[0] == 0 < found[1]
     assert computed[1] < computed[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_preempted_requests_move_to_a_decode_node_with_room(llama: Engine, stream: bool) -> None:
+    expected = complete(fresh(llama), PROMPTS, 24, SAMPLED)
+    backend = MemoryBackend()
+    stores = [StorageWorkers(backend, max_bytes_in_flight=2**28) for _ in range(3)]
+    namespace = make_storage_namespace(llama._runner.model, "", 4)
+    options: dict[str, Any] = {"host": HostConfig(64), "storage_namespace": namespace}
+    sizes: list[dict[str, Any]] = [
+        {"num_blocks": 24, "preempt": "storage", "reserve_tokens": 0},
+        {"num_blocks": 120, "reserve_tokens": 0},
+    ]
+    nodes = [options | {"storage": each} for each in stores]
+    shares = [own | size for own, size in zip(nodes[1:], sizes, strict=True)]
+
+    class Unequal(Cluster):
+        def new_decode(self) -> DecodeEngine:
+            self.decode_options = shares.pop(0)
+            return super().new_decode()
+
+    cluster = Unequal(llama, num_decode=2, prefill=nodes[0], front={"stream": stream})
+    let_copies_end_at_once(cluster)
+    assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
+    small, roomy = (node.stats().engine.scheduler for node in cluster.front.decode.values())
+    assert small.preemptions >= cluster.front.num_moved > 0 == roomy.preemptions
+    assert small.admitted + roomy.admitted == len(PROMPTS) + cluster.front.num_moved
+    assert roomy.storage_hit_tokens > 0
+    assert small.resumed == small.preemptions - cluster.front.num_moved
+    assert sum(each.num_preemptions for each in cluster.requests) == small.preemptions
+    for each in cluster.requests:
+        found = each.num_hit_tokens + each.num_host_hit_tokens + each.num_storage_hit_tokens
+        assert found < each.num_prompt_tokens
+    assert cluster.front.close(timeout_s=LONG_S)
+    assert all([each.close(timeout_s=LONG_S) for each in stores])
 
 
 def test_storage_must_have_the_weights_of_the_node(llama: Engine) -> None:

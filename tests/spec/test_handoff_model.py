@@ -38,6 +38,8 @@ from radixkv.spec.rules.handoff import (
     X26,
     X27,
     X29,
+    X30,
+    X31,
 )
 from radixkv.spec.rules.rule import Rule, Violation
 
@@ -91,6 +93,30 @@ def test_tokens_are_reported_to_a_gateway_that_has_asked() -> None:
     model.reported("d0", "r1.1.1")
     with breaks(X27):
         model.reported("d0", "r1.1.2")
+
+
+def test_a_moved_request_goes_on_with_its_tokens() -> None:
+    model = requests()
+    output = model.requests["r1"].output()
+    model.runs("r1", "r1.1.1", PROMPT)
+    for prompt in ((*PROMPT, output[0]), PROMPT[:-1], (*PROMPT[:-1], 49)):
+        with breaks(X30):
+            model.runs("r1", "r1.1.2", prompt)
+    model.preempted("r1", "r9.1.1", output[:1])  # none of its attempts
+    with breaks(X30):
+        model.runs("r1", "r1.1.2", (*PROMPT, output[0]))
+    model = requests()
+    model.runs("r1", "r1.1.1", PROMPT)
+    model.preempted("r1", "r1.1.1", output[:1])
+    with breaks(X31):
+        model.runs("r1", "r1.1.2", (*PROMPT, output[0]))
+    model.cancelled("r1.1.1")
+    model.runs("r1", "r1.1.2", (*PROMPT, output[0]))
+    model.preempted("r1", "r1.1.2", ())  # a token more would be one of the second attempt
+    with breaks(X30):
+        model.runs("r1", "r1.1.3", (*PROMPT, *output[:2]))
+    assert model.requests["r1"].kv_of("r1.1.2") == (*PROMPT, output[0])
+    assert model.requests["r1"].moved == {"r1.1.1", "r1.1.2"}
 
 
 def test_a_message_is_repeated_until_its_sender_knows() -> None:

@@ -29,6 +29,7 @@ from ...handoff.gateway_messages import (
     GatewayMessage,
     NewTokens,
     NodeStatus,
+    Preempted,
     PrefillFailed,
     Progress,
     RunPrefill,
@@ -63,6 +64,7 @@ MESSAGES: Final[tuple[type, ...]] = (
     Progress,
     CacheUpdate,
     CacheAsk,
+    Preempted,
 )
 """The position of a class is its code on the wire: append new ones, and never remove one."""
 
@@ -137,6 +139,7 @@ _LIMITS: Final[dict[str, Any]] = {
     "presence_penalty": _float(-2.0, 2.0),
     "frequency_penalty": _float(-2.0, 2.0),
     "min_tokens": _int(),
+    "num_continued": _int(),
     # Messages between prefill and decode nodes
     "num_groups": _int(1, 1024),
     "Send.group": _int(0, 1023),

@@ -27,6 +27,10 @@ AMPLE_HOST: Final = 400
 """Blocks of a host tier that never drops any."""
 
 
+MORE_BLOCKS: Final = 40
+"""Blocks that the second decode node has more than the first one: enough for any request."""
+
+
 def draw_config(below: Below) -> Config:
     """Draw sizes, from too small for two requests to ample; some overload D.
 
@@ -57,6 +61,11 @@ def draw_config(below: Below) -> Config:
         }  # fmt: skip
     if config["host_blocks"] and below(2):
         config |= {"storage": True, "host_blocks": (config["host_blocks"], AMPLE_HOST)[below(2)]}
+        if below(2):  # preempted requests may move to d1
+            config |= {
+                "num_decode": 2, "decode_blocks": 16, "more_blocks": MORE_BLOCKS, "max_running": 4,
+                "prefill_blocks": 24, "budget": 16, "reserve_tokens": 0,
+            }  # fmt: skip
     if not config.get("storage") and below(3) == 0:
         config["decode_block_size"] = 1 + below(4)
     factors = [(1, 10, 10, 10, 30)[below(5)] for _ in FAVOURED]

@@ -144,6 +144,28 @@ def run_interrupt(
             break
 
 
+def run_crowd(
+    world: HandoffState,
+    name: str,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    seed: int,
+    number: int,
+) -> None:
+    """Let all end; then submit several requests, which decode one step a round for a while."""
+    run_rounds(world)
+    for each in range(1, number + 1):
+        world.apply(["submit", f"{name}-{each}", [*prompt, each], max_new_tokens, seed, 0])
+    for _ in range(2 * max_new_tokens):
+        previous: Operation = []
+        for operation in fair_round(world):
+            if operation != previous or operation[0] != "decode":
+                world.apply(operation)
+            previous = operation
+    run_rounds(world)
+    world.situations["crowded"] += 1
+
+
 def flood_bound(world: HandoffState, num_tokens: int) -> int:
     """Return a number of rounds after which all requests have ended, though others come.
 

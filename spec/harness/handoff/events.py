@@ -146,12 +146,13 @@ def _check_sent(world: HandoffState, node: LiveNode, to: str, message: Message) 
     elif message.kind == "Abort":
         model.gave_up(attempt, message.grant)
     elif message.has_no_room and not world.config["host_blocks"]:
-        model.refused(name, world.requests[request_of(attempt)].prompt, world.now)
+        prompt = world.requests[request_of(attempt)].prompt_of(attempt)
+        model.refused(name, prompt, world.now)
 
 
 def _check_grant(world: HandoffState, node: LiveNode, model: DecodeModel, message: Message) -> None:
     attempt, first_block = message.attempt, message.first_block
-    prompt = world.requests[request_of(attempt)].kv
+    prompt = world.requests[request_of(attempt)].kv_of(attempt)
     if not model.is_granted(attempt, message.grant):
         # With a host tier, D may have admitted it earlier, and grants when the blocks are loaded.
         if not world.config["host_blocks"]:
@@ -174,7 +175,7 @@ def _start(world: HandoffState, node: LiveNode, started: Started) -> None:
     model = node.model
     assert isinstance(model, DecodeModel), f"{node.name} decodes"
     model.started(attempt)
-    prompt = world.requests[request_of(attempt)].kv
+    prompt = world.requests[request_of(attempt)].kv_of(attempt)
     publish(node, prompt)
     if table:
         for group in range(world.num_groups):
@@ -219,8 +220,12 @@ def _send(world: HandoffState, source: str, epoch: int, send: Send) -> None:
             world.model.followed(attempt)
         for each in message.reports:
             world.model.reported(sender, each)
+        if message.cancels:
+            world.model.cancelled(attempt)
         if kind == "RunPrefill":
-            world.requests[request_of(attempt)].attempts.add(attempt)
+            world.model.runs(request_of(attempt), attempt, message.tokens)
+            num_prompt = len(world.requests[request_of(attempt)].prompt)
+            world.situations["moved"] += len(message.tokens) > num_prompt
         elif message.is_final:
             world.requests[request_of(attempt)].is_hopeless = True
     name = world.unique(f"{attempt}.{kind}.{source}")
@@ -233,9 +238,11 @@ def send_status(world: HandoffState, node: LiveNode) -> None:
     """Send a node's status to the gateway, unless one is in the network."""
     if f"{node.name}>{GATEWAY}" in world.severed:
         return
-    if all(envelope.message is not node.status for envelope in world.network):
-        name = world.unique(f"{node.name}.{node.status.kind}")
-        world.network.append(Envelope(name, node.name, GATEWAY, node.epoch, world.now, node.status))
+    sent = ((each.source, each.epoch) for each in world.network if each.is_status)
+    if (node.name, node.epoch) not in sent:
+        status = node.system.status()
+        name = world.unique(f"{node.name}.{status.kind}")
+        world.network.append(Envelope(name, node.name, GATEWAY, node.epoch, world.now, status))
 
 
 def deliver(world: HandoffState, envelope: Envelope) -> None:
@@ -262,7 +269,7 @@ def _note_stored(world: HandoffState, node: LiveNode, attempt: str) -> None:
     """Note what storage holds of a prompt that D is asked about."""
     assert isinstance(node.model, DecodeModel), f"{node.name} is asked"
     request = world.requests[request_of(attempt)]
-    keys = node.system.storage_keys(request.prompt, request.namespace)
+    keys = node.system.storage_keys(request.prompt_of(attempt), request.namespace)
     num_stored = len([*takewhile(world.storage.__contains__, keys)])
     node.model.asked(attempt, num_stored, node.num_faults + world.num_lost, world.now)
 
@@ -274,8 +281,11 @@ def _deliver_to_gateway(world: HandoffState, envelope: Envelope) -> None:
         sender = f"{GATEWAY} in epoch {world.epochs[GATEWAY]}"
         world.model.acknowledged(sender, message.attempt, message.of)
     is_old = known is not None and envelope.epoch < known
-    if message.is_failure:
-        world.requests[request_of(message.attempt)].failed.add(message.attempt)
+    request = world.requests.get(request_of(message.attempt))
+    if message.is_failure and request is not None and message.attempt not in request.moved:
+        request.failed.add(message.attempt)
+    if message.kind == "Preempted":
+        world.model.preempted(request_of(message.attempt), message.attempt, message.tokens)
     before = gateway.state_of(source)
     gateway.receive(source, envelope.epoch, message)
     if is_old:

@@ -39,6 +39,8 @@
 ``probe r1 prompt limit n``                     after a drain, a request loses its n-th message
 ``interrupt r1 prompt limit seed n``            after a drain, the decode node of a request
                                                 reboots when the client was told n tokens
+``crowd r1 prompt limit seed n``                after a drain, n requests come at once, and
+                                                nodes with little room preempt some
 ``drain``                                       the faults stop until everything has ended
 ==============================================  ================================================
 
@@ -67,7 +69,7 @@ from ...rules.handoff import X14
 from ...rules.rule import require
 from ..engine import Below
 from ..operations import ALWAYS, Groups, Operation, Table, name_drawn, number
-from .drain import drain, run_flood, run_interrupt, run_partition, run_probe
+from .drain import drain, run_crowd, run_flood, run_interrupt, run_partition, run_probe
 from .events import deliver as pass_on
 from .events import send_status
 from .state import Envelope, HandoffState, LiveNode, Transfer
@@ -502,6 +504,16 @@ def interrupt(
     return True
 
 
+def crowd(
+    world: HandoffState, name: str, prompt: Sequence[int], max_new_tokens: int, seed: int, num: int
+) -> bool:
+    """All ends; then several requests come at once."""
+    if f"{name}-1" in world.requests or not _fits(world, name, [*prompt, num], max_new_tokens):
+        return False
+    run_crowd(world, name, prompt, max_new_tokens, seed, num)
+    return True
+
+
 def _fits(world: HandoffState, name: str, prompt: Sequence[int], max_new_tokens: int) -> bool:
     """Whether a new request is valid, and each node has enough blocks for it."""
     is_valid = name not in world.requests and prompt and max_new_tokens > 0
@@ -587,6 +599,7 @@ def groups(world: HandoffState) -> Groups:
         "withdrawn": [attempt for node in live for attempt in node.withdrawn],
         "copies": _often_first([name for node in live for name in node.copies]),
         "values": list(world.storage),
+        "unequal": world.decode_names[1:] if world.config.get("more_blocks") else [],
     }
 
 
@@ -688,5 +701,8 @@ HANDOFF_TABLE: Final[Table[HandoffState]] = Table(groups, [
     Operation("interrupt", interrupt, 1, arguments={
         "name": new_name, "prompt": prompt, "max_new_tokens": number(16, 1), "seed": number(4),
         "num_told": number(6, 1)}),
+    Operation("crowd", crowd, 3, "unequal", {
+        "name": new_name, "prompt": short_prompt, "max_new_tokens": number(8, 8),
+        "seed": number(4), "num": number(6, 3)}),
     Operation("drain", drain_all, 0),
 ])  # fmt: skip

@@ -122,7 +122,6 @@ class LiveNode:
     Attributes:
         system: the node under test, for questions; operations call `target`.
         model: its memories, and what it has published.
-        status: its sign of life.
         flights: chunks of each step in flight, in order; num_written groups of layers of the first
             one are written.
         withdrawn: attempts whose offers are still served and wait for the fence.
@@ -137,7 +136,6 @@ class LiveNode:
     name: str
     epoch: int
     system: Node
-    status: Message
     model: PrefillModel | DecodeModel
     flights: deque[Sequence[Chunk]] = field(default_factory=deque)
     num_written: int = 0
@@ -236,7 +234,7 @@ class HandoffState(ABC):
             most = self.system.max_overtaken
             sizes = self.num_groups, self.decode_block_size
             model = DecodeModel(name, *sizes, most, patience=SILENCE, memory=REMEMBER)
-        return LiveNode(name, epoch, target, target.status(), model)
+        return LiveNode(name, epoch, target, model)
 
     def new_gateway_side(self) -> Gateway:
         """Make a gateway without memory."""

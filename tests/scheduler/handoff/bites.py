@@ -33,6 +33,8 @@ BITES: Final = {
     "told-is-a-prefix": "the tokens of another attempt are told again",
     "asked-is-told": "D reports tokens that nobody asked for",
     "stored-is-not-sent": "D grants before storage has answered",
+    "moved-goes-on": "the next attempt of a moved request lacks a token",
+    "left-before-moved": "two decode nodes run a moved request",
     "one-pair-is-enough": "two broken pairs take turns for ever",
 }
 """Name of the bug, by the name of the rule without its code."""

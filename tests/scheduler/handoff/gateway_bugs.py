@@ -369,7 +369,7 @@ GATEWAY_BUGS: Final = [
     bug(
         "the log probabilities of the last tokens are lost",
         GATEWAY,
-        ("            self._take_records(request, records[len(request.output_logprobs) :])\n", ""),
+        ("self._take_records(request, records[len(request.output_logprobs) - kept :])", "pass"),
     ),
     bug(
         "tokens count without their log probabilities",
@@ -380,6 +380,88 @@ GATEWAY_BUGS: Final = [
         "other attempts report no log probabilities",
         GATEWAY,
         ("            logprobs=original.logprobs,\n", ""),
+    ),
+    bug(
+        "the next attempt of a moved request lacks a token",
+        GATEWAY,
+        (
+            "            original.tokens[: original.num_prompt_tokens + kept],\n",
+            "            [*original.prompt, *original.output_tokens[1:kept]],\n",
+        ),
+    ),
+    bug(
+        "two decode nodes run a moved request",
+        RETRIES,
+        (
+            '        self._retry(key.request_id, request, "it was preempted")\n',
+            "        self._pausing[key.request_id] = request\n",
+        ),
+    ),
+    bug(
+        "a move counts as a failed attempt",
+        RETRIES,
+        ("        request.num_failed -= 1  # which it is not\n", ""),
+    ),
+    bug(
+        "a moved request generates too many tokens",
+        GATEWAY,
+        ("original.max_new_tokens - kept,", "original.max_new_tokens,"),
+    ),
+    bug(
+        "the tokens of a moved request are counted from its first one",
+        GATEWAY,
+        ("        start += self._num_kept[key]\n", ""),
+    ),
+    bug(
+        "the answer lacks the tokens before a move",
+        GATEWAY,
+        ("            tokens = [*request.output_tokens[:kept], *tokens]\n", ""),
+    ),
+    bug(
+        "a moved request begins its counts again",
+        GATEWAY,
+        (
+            "sampling=replace(sampling, num_continued=sampling.num_continued + kept)",
+            "sampling=sampling",
+        ),
+    ),
+    bug(
+        "the tokens of a preempted request are told twice",
+        GATEWAY,
+        ("tokens[num_heard:], records[num_heard:])", "tokens, records)"),
+    ),
+    bug(
+        "a request that fits nowhere with its tokens fails",
+        GATEWAY,
+        ("if is_final and self._kept.pop(key.request_id, 0):", "if False:"),
+    ),
+    bug(
+        "a request moves to a full node",
+        "gateway/router.py",
+        ("<= node.num_free and name != besides", "and name != besides"),
+    ),
+    bug(
+        "a request moves to the node that it leaves",
+        "gateway/router.py",
+        ("<= node.num_free and name != besides", "<= node.num_free"),
+    ),
+    bug(
+        "a node where others wait has room",
+        "gateway/remote_node.py",
+        ("return 0 if load.num_waiting else num_blocks", "return num_blocks"),
+    ),
+    bug(
+        "D reports a request as preempted that it has resumed",
+        LINK,
+        ("if request is None or request.status is not RequestStatus.PREEMPTED:", "if not request:"),
+    ),
+    bug(
+        "a lost report of a preempted request is not repeated",
+        LINK,
+        (
+            "                self._preempted[key] = now + self._retry_s\n",
+            "                del self._preempted[key]\n",
+        ),
     ),
     bug(
         "D reports the tokens of the same attempts first",

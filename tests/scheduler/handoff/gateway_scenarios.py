@@ -332,6 +332,88 @@ def a_request_fails_if_another_attempt_contradicts_what_was_told(h: ModuleType) 
             assert (D, messages.CancelAttempt(stream.key, "cancelled")) in stream.sent()
 
 
+def a_preempted_request_goes_on_where_there_is_room(h: ModuleType) -> None:
+    messages = h.gateway_messages
+    for last in ("finished", "refused"):
+        stream = Stream(h, max_attempts=1, logprobs=None)
+        stream.gateway.receive(P, 5, status_of(h, "prefill", P), 0.0)
+        assert stream.hear(0, 7) == [[7]]
+        preempted = messages.Preempted(stream.key, (7, 8), h.Hits(1), 1)
+        for load in ({"num_used_blocks": 36}, {"num_waiting": 1}, None):
+            stream.receive(preempted)
+            assert stream.sent() == [], "d0 has to keep it"
+            if load is not None:
+                status = status_of(h, "decode", "d1", messages.NodeLoad(**load))
+                stream.gateway.receive("d1", 5, status, 0.0)
+                stream.sent()
+        stream.gateway.receive("d1", 5, status_of(h, "decode", "d1"), 0.0)
+        stream.receive(preempted)
+        assert [list(each.output_tokens) for each in stream.gateway.take_advanced()] == [[7, 8]]
+        cancel = messages.CancelAttempt(stream.key, "cancelled")
+        assert stream.sent() == [(peer, cancel) for peer in (P, D, "d1")]
+        assert stream.gateway.num_moved == 1
+        stream.gateway.tick(0.0)
+        [(_, run)] = stream.sent()
+        assert run.request().prompt.tolist() == [*PROMPT, 7, 8]
+        assert (run.max_new_tokens, run.sampling.num_continued) == (7, 2)
+        assert run.decode_node == "d1"
+        stream.receive(preempted)  # late
+        assert stream.sent() == [(peer, cancel) for peer in (P, D, "d1")]
+        stream.key = run.key
+        if last == "refused":  # without what it has kept it fits
+            stream.receive(messages.PrefillFailed(run.key, "too large", is_final=True), P)
+            stream.sent()
+            stream.gateway.tick(1.0)
+            [(_, run)] = stream.sent()
+            assert (run.request().prompt.tolist(), run.max_new_tokens) == (PROMPT, 9)
+            assert run.sampling.num_continued == 0
+            stream.key = run.key
+            rest = tuple(range(7, 16))
+        else:
+            stream.receive(messages.Started(run.key), "d1")
+            assert ("d1", messages.FollowAttempt(run.key, 0)) in stream.sent()
+            assert stream.hear(0, 9) == [[7, 8, 9]]
+            assert stream.hear(1, 10) == [[7, 8, 9, 10]]
+            rest = tuple(range(9, 16))
+        stream.receive(messages.Finished(stream.key, rest, h.Hits(3), 2))
+        [request] = stream.gateway.take_ended()
+        assert request.output_tokens == list(range(7, 16))
+        assert (request.num_hit_tokens, request.num_preemptions) == (1, 3)
+
+
+def status_of(h: ModuleType, role: str, name: str, load: Any = None) -> Any:
+    messages = h.gateway_messages
+    status = messages.NodeStatus(role, f"{name}:1", "none", 2, 40, "m")
+    return status if load is None else replace(status, load=load)
+
+
+def a_node_repeats_that_a_request_is_preempted_until_it_resumes(h: ModuleType) -> None:
+    reporter, messages = reporter_of(h), h.gateway_messages
+    key, request = decoding(h, reporter, "a", 2)
+    states = gateway_of(h).node_reporter.RequestStatus
+    request.status, request.num_preemptions = states.PREEMPTED, 1
+    reporter.report(h.Preempted(key, request), 0.0)
+    preempted = messages.Preempted(key, (0, 1), h.Hits(), 1)
+    assert reporter.take_messages() == [preempted]
+    reporter.tick(0.5)
+    assert reporter.take_messages() == []
+    reporter.tick(1.0)
+    started = messages.Started(key)
+    assert reporter.take_messages() == [preempted, started]
+    request.status = states.RUNNING
+    reporter.acknowledge(messages.GATEWAY, messages.DeliveryAck.of(started))
+    reporter.tick(2.0)
+    assert reporter.take_messages() == []
+    request.status = states.PREEMPTED
+    reporter.report(h.Preempted(key, request), 3.0)
+    assert reporter.take_messages() == [preempted]
+    reporter.report(h.Finished(key, request), 3.0)
+    reporter.take_messages()
+    reporter.tick(3.9)
+    reporter.tick(4.0)
+    assert [type(each) for each in reporter.take_messages()] == [messages.Finished]
+
+
 def record(token: int, logprob: float = -0.5) -> TokenLogprob:
     return TokenLogprob(token, logprob, 2, ((8, -0.25), (token, logprob)))
 
@@ -583,6 +665,8 @@ GATEWAY_SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
     log_probabilities_that_nobody_asked_for_are_ignored,
     a_node_reports_log_probabilities_within_the_limits,
     a_request_fails_if_another_attempt_contradicts_what_was_told,
+    a_preempted_request_goes_on_where_there_is_room,
+    a_node_repeats_that_a_request_is_preempted_until_it_resumes,
     tokens_are_asked_for_only_by_a_gateway_that_streams,
     a_node_reports_new_tokens_to_those_who_asked,
     a_message_has_a_limited_number_of_tokens_and_serves_all_in_turn,

@@ -16,17 +16,21 @@ from radixkv.scheduler.handoff import (
     Ask,
     AttemptKey,
     Commit,
+    DecodeFailed,
     Grant,
     Header,
     Hits,
     Post,
+    Preempted,
     Pull,
     Renew,
     Send,
     Timing,
 )
+from radixkv.scheduler.request import RequestStatus
 
-from .decode_harness import actions, refusal
+from . import decode_harness
+from .decode_harness import actions, hand_over, refusal, step
 
 PROMPT = [5, 6, 7, 8, 9]
 NAMESPACE = StorageNamespace("model", "weights", "float32", 2, (0, 1), (0, 1))
@@ -240,3 +244,72 @@ def test_an_ask_that_waits_is_refused_when_d_drains() -> None:
     d.tick(0.0)
     [refused] = answers(d)
     assert refusal(refused) == ("draining", 0, 0)
+
+
+# Preempted
+
+
+def complete_all(d: DecodeScheduler) -> None:
+    """End what is under way between the tiers; storage finds nothing."""
+    tiers = d.manager.tiers
+    assert tiers is not None
+    for operation in begun(d):
+        ok = operation.kind is not OpKind.LOOKUP
+        tiers.complete(operation.id, [ok] * (operation.num_blocks or len(operation.keys)))
+
+
+def pressed(d: DecodeScheduler) -> None:
+    """Let three requests decode until one of them is preempted."""
+    for name in "abc":
+        d.receive("p0", Ask(Header(AttemptKey(name, 1), 5), ord(name).to_bytes(4, "little") * 4,
+                            b"", 2, 1, 9))  # fmt: skip
+        complete_all(d)
+        d.tick(0.0)
+        granted = answers(d)[-1]
+        assert isinstance(granted, Grant)
+        hand_over(d, granted, 4)
+        complete_all(d)
+    while not d.waiting:
+        step(d)
+
+
+def test_a_preempted_request_is_reported_once_its_kv_is_saved() -> None:
+    d = scheduler(num_blocks=12, preempt="host")
+    pressed(d)
+    [request] = d.waiting
+    assert actions(d) == [], "its KV is on its way"
+    for _ in range(3):  # to the host, and from there to storage
+        complete_all(d)
+    [report] = actions(d)
+    assert isinstance(report, Preempted) and report.request is request
+    assert (report.key, request.status) == (("c", 1), RequestStatus.PREEMPTED)
+    assert actions(d) == [], "it is reported once"
+    d.abort("c")
+    [failed] = actions(d)
+    assert failed == DecodeFailed(AttemptKey("c", 1), "aborted")
+    while d.has_work:
+        step(d)
+        complete_all(d)
+    tiers = d.manager.stats().tiers
+    assert tiers is not None and tiers.parked == 0
+    assert d.manager.available == 12
+
+
+def test_requests_that_a_reset_preempts_are_not_reported() -> None:
+    d = scheduler(num_blocks=12, preempt="host", max_running=4)
+    pressed(d)
+    for _ in range(3):
+        complete_all(d)
+    assert [type(each) for each in actions(d)] == [Preempted]
+    d.drain("other weights come")
+    d.reset_cache(weights_revision="second")
+    assert len(d.waiting) == 3 and actions(d) == []
+
+
+def test_without_storage_no_preempted_request_is_reported() -> None:
+    d = decode_harness.scheduler(num_blocks=12)
+    for name in "abc":
+        decode_harness.start(d, name, 4, 9)
+    while not d.waiting:
+        step(d)
+    assert actions(d) == []

@@ -7,6 +7,7 @@ import pytest
 
 from radixkv.scheduler import handoff
 from radixkv.scheduler.gateway import network_gateway as network_gateway
+from radixkv.scheduler.gateway import node_reporter as node_reporter
 from radixkv.scheduler.handoff import gateway_messages as gateway_messages
 
 from .gateway_scenarios import GATEWAY_SCENARIOS
@@ -14,7 +15,7 @@ from .harness import ORDERS
 from .scenarios import SCENARIOS, any_two_messages_are_lost
 
 ALL_SCENARIOS = [*SCENARIOS, *GATEWAY_SCENARIOS]
-assert gateway_messages and network_gateway  # attributes from here on
+assert gateway_messages and network_gateway and node_reporter  # attributes from here on
 
 
 @pytest.mark.parametrize("scenario", ALL_SCENARIOS, ids=lambda scenario: scenario.__name__)

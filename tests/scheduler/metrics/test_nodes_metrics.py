@@ -66,6 +66,7 @@ def test_each_node_has_its_values_until_it_is_gone() -> None:
             seen = await scrape(metrics)
             assert seen["radixkv:engine_up", ""] == 1
             assert seen["radixkv:num_requests_open", ""] == 0
+            assert seen["radixkv:num_requests_moved_total", ""] == 0
             for name in ("prefill-0", "decode-0", "decode-1"):
                 assert seen["radixkv:node_up", name] == 1
                 assert seen["radixkv:num_requests_running", name] == 0
@@ -121,4 +122,4 @@ def test_the_table_of_the_docs_is_that_of_the_metrics() -> None:
     documented = {name: (kind, text) for name, kind, text in rows}
     for each in NODE_METRICS:
         assert documented.pop(each.name) == (each.kind, each.text)
-    assert set(documented) == {"engine_up", "num_requests_open", "node_up"}
+    assert set(documented) == {"engine_up", "num_requests_open", "num_requests_moved", "node_up"}

@@ -143,6 +143,7 @@ def test_what_would_stop_the_scheduler_later_is_refused_at_once(argument: Any, t
         ({"min_p": "0"}, "min_p must be a number, got '0'"),
         ({"presence_penalty": None}, "presence_penalty must be a number, got None"),
         ({"min_tokens": 1.0}, "min_tokens must be an integer, got 1.0"),
+        ({"num_continued": 1.0}, "num_continued must be an integer, got 1.0"),
     ],
 )
 def test_sampling_by_what_is_no_number_is_refused(argument: Any, text: str):
@@ -194,11 +195,26 @@ def test_a_prompt_of_another_kind_is_refused(prompt: Any, text):
         ("frequency_penalty", 2.1, "frequency_penalty must be at least -2 and at most 2, got 2.1"),
         ("min_tokens", -1, "min_tokens must be at least 0 and below 2**31, got -1"),
         ("min_tokens", 2**31, "min_tokens must be at least 0 and below 2**31, got 2147483648"),
+        ("num_continued", -1, "num_continued must be at least 0 and below 2**31, got -1"),
+        (
+            "num_continued",
+            2**31,
+            "num_continued must be at least 0 and below 2**31, got 2147483648",
+        ),
     ],
 )
 def test_sampling_values_out_of_range_are_refused(field, value, text):
     with refused(RequestError, text):
         SamplingParams(**{field: value})
+
+
+def test_a_request_continues_fewer_tokens_than_it_has():
+    Request("a", [1, 2, 3], 1, sampling=SamplingParams(num_continued=2))
+    with refused(
+        RequestError,
+        "request 'a': num_continued must be less than the 3 prompt tokens, got 3",
+    ):
+        Request("a", [1, 2, 3], 1, sampling=SamplingParams(num_continued=3))
 
 
 def test_sampling_values_at_the_ends_of_their_ranges_are_accepted():

@@ -27,6 +27,7 @@ SPECIAL = {  # what their classes allow of their fields
         presence_penalty=st.floats(-2, 2),
         frequency_penalty=st.floats(-2, 2),
         min_tokens=st.integers(0, 2**31 - 1),
+        num_continued=st.integers(0, 2**31 - 1),
     ),
     "ArraySpec": st.builds(
         ArraySpec,
