@@ -1,5 +1,6 @@
 """`paged_decode` against the float64 oracle; the jnp backend, on every shape."""
 
+import re
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.kernels import KernelArgumentError, paged_decode
+from radixkv.kernels.argument_checks import check_pool
 
 from ..profiles import scaled
 from . import oracle
@@ -206,3 +208,12 @@ class TestPagedDecodeRefusals:
                 partial(paged_decode, sm_scale=1.0),
                 *(self.arguments({"lengths": int32([1])})[n] for n in list(self.arguments({}))[:5]),
             )
+
+
+@pytest.mark.parametrize("axis", range(4))
+def test_a_pool_without_elements_is_refused(axis):
+    shape = [7, 2, 4, 8]
+    shape[axis] = 0
+    text = rf"^pool must have no empty axis, got {re.escape(str(shape))}$"
+    with pytest.raises(KernelArgumentError, match=text):
+        check_pool("pool", jnp.zeros(shape))
