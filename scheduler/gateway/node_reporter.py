@@ -36,9 +36,6 @@ Report: TypeAlias = PrefillFailed | DecodeStarted | DecodePreempted | DecodeFini
 """What a node reports on an attempt, as its scheduler hands it out."""
 
 
-ReporterMessage: TypeAlias = AttemptMessage | DeliveryAck | Progress | Preempted
-
-
 class NodeReporter:
     """Begins each attempt once and repeats each report until acknowledged, over a lossy network.
 
@@ -77,14 +74,14 @@ class NodeReporter:
         self._next_progress_at = 0.0
         self._preempted: dict[AttemptKey, float] = {}  # when each is reported again
         self._retry_s = timing.retry_s
-        self._messages: list[ReporterMessage] = []
+        self._messages: list[AttemptMessage | DeliveryAck | Progress | Preempted] = []
 
     @property
     def num_unacked(self) -> int:
         """Number of reports that the gateway has not acknowledged."""
         return len(self._reports)
 
-    def take_messages(self) -> list[ReporterMessage]:
+    def take_messages(self) -> list[AttemptMessage | DeliveryAck | Progress | Preempted]:
         """Return the messages to the gateway since the last call, in order."""
         messages, self._messages = self._messages, []
         return messages
