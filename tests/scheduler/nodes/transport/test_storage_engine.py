@@ -31,9 +31,14 @@ from radixkv.scheduler.nodes.transport import (
     Withdrawn,
     describe,
     open_transport,
+    storage_engine,
 )
 from radixkv.scheduler.nodes.transport.descriptors import make_digest_key
-from radixkv.scheduler.nodes.transport.storage_engine import StorageEngine
+from radixkv.scheduler.nodes.transport.storage_engine import (
+    NAMESPACE,
+    StorageEngine,
+    open_storage_engine,
+)
 from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
 from radixkv.scheduler.nodes.transport.transfer_engine import PullError, seal
 
@@ -305,3 +310,22 @@ def test_a_store_takes_its_memory_until_its_value_is_deleted(status: Status) -> 
     assert not offer.is_withdrawn() and len(storage.open) == 1
     storage.end(Status.DELETED)
     assert offer.is_withdrawn() and nothing_is_left(engine) and engine.offer(given)
+
+
+@pytest.mark.parametrize(("url", "ttl_s"), [("redis://h:1", 600), ("s3://bucket/x", None)])
+def test_the_engine_of_a_url_has_its_own_namespace_and_lets_values_expire(
+    monkeypatch: pytest.MonkeyPatch, url: str, ttl_s: int | None
+) -> None:
+    opened: list[Any] = []
+
+    def open_memory(url: str, options: Any) -> Backend:
+        opened.append(options)
+        return open_backend("memory://")
+
+    monkeypatch.setattr(storage_engine, "open_backend", open_memory)
+    engine = open_storage_engine(url, 100)
+    test, options = opened
+    assert (test.timeout_s, test.connect_timeout_s) == (10.0, 10.0)
+    assert test.namespace == options.namespace == NAMESPACE and options.ttl_s == ttl_s
+    assert engine.offer([np.zeros(60, np.uint8)]) and engine.offer([np.zeros(60, np.uint8)]) is None
+    engine.close()
