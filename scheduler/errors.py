@@ -12,6 +12,8 @@
         ├── EngineFailedError
         ├── StreamError
         ├── RefusedError
+        ├── GroupError
+        │   └── CallError
         ├── NodesFailedError
         │   ├── NodesMissingError
         │   ├── NodeProcessError
@@ -81,6 +83,14 @@ class RefusedError(SchedulerError):
         self.reason: RefusalReason = reason
         self.needed = needed
         self.available = available
+
+
+class GroupError(SchedulerError):
+    """Processes that share a model cannot go on together: one is lost or late, or differs."""
+
+
+class CallError(GroupError):
+    """A process was to execute, or has executed, another call than process 0 has sent."""
 
 
 class NodesFailedError(SchedulerError):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
@@ -18,6 +21,29 @@ _DTYPES = ("bfloat16", "float16", "float32")
 def _check_dtype(dtype: jnp.dtype) -> None:
     if jnp.dtype(dtype).name not in _DTYPES:
         raise PoolDTypeError(jnp.dtype(dtype).name)
+
+
+def put_parts(arrays: Any, sharding: NamedSharding) -> Any:
+    """Put arrays of the host on the devices of several processes, which all have the same ones.
+
+    Each process puts what its own devices need. `jax.device_put` would first compare the arrays of
+    all processes, by a collective.
+    """
+
+    def put(array: Any) -> jax.Array:
+        values = np.asarray(array)
+        made: jax.Array = jax.make_array_from_callback(
+            values.shape, sharding, lambda index: values[index]
+        )
+        return made
+
+    return jax.tree.map(put, arrays)
+
+
+def put_of(sharding: NamedSharding | None) -> Callable[..., Any]:
+    """Return what puts arrays on devices: `put_parts` if some are of other processes."""
+    is_here = sharding is None or sharding.is_fully_addressable
+    return jax.device_put if is_here else put_parts
 
 
 @dataclass

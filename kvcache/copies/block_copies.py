@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from ...kernels import compiler_options, copy_blocks, gather_blocks, scatter_blocks
 from ..tokens import Int32Array, as_count
-from .block_arrays import BlockArrays
+from .block_arrays import BlockArrays, put_of, put_parts
 from .host_arrays import check_block_ids
 
 Pools = tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
@@ -65,11 +65,12 @@ class BlockCopies:
         self._dtype = arrays.keys[0].dtype
         sharding = arrays.keys[0].sharding
         self._sharding = sharding if isinstance(sharding, NamedSharding) else None
-        self._pinned = pinned_host(next(iter(arrays.keys[0].devices())))
+        self._pinned = pinned_host(arrays.keys[0].addressable_shards[0].device)
+        self._put = put_of(self._sharding)
         self._whole: NamedSharding | None = None
         if self._sharding is not None:
             self._whole = NamedSharding(self._sharding.mesh, P())
-            if self._pinned is not None:
+            if self._pinned is not None and self._put is not put_parts:
                 self._pinned = self._sharding.with_memory_kind("pinned_host")
         nothing = np.empty(0, np.int32)
         size = self.max_blocks
@@ -93,6 +94,9 @@ class BlockCopies:
 
     def gather(self, arrays: BlockArrays, ids: Int32Array, size: int) -> Staging:
         """Read blocks into new arrays, as they are now; later dispatches do not affect them.
+
+        On devices of several processes, each device gets all heads, so that each process can read
+        its own copy, ``addressable_data(0)``.
 
         Raises:
             IndexError: for the id of an unusable block.
@@ -123,7 +127,7 @@ class BlockCopies:
             IndexError: for the id of an unusable block.
         """
         program, padded = self._program(_scatter, size), self._pad(ids, size)
-        on_device = jax.device_put(tuple(staging), self._sharding)
+        on_device = self._put(tuple(staging), self._sharding)
         _replace(arrays, program((*arrays.keys, *arrays.values), on_device, padded))
 
     def copy(
@@ -153,7 +157,7 @@ class BlockCopies:
         self.check_ids(ids)
         padded = np.full(size, _PADDING_ID, np.int32)
         padded[: len(ids)] = ids
-        on_device: jax.Array = jax.device_put(padded, self._whole)
+        on_device: jax.Array = self._put(padded, self._whole)
         return on_device
 
 
@@ -238,7 +242,11 @@ def _compiled(
             out_specs=sharding.spec,
             check_vma=False,  # JAX has no references that vary, and kernels write in place
         )
-    program = jax.jit(copy, donate_argnums=() if len(given) == 2 else 0)
+    is_gather = len(given) == 2
+    options: dict[str, Any] = {"donate_argnums": () if is_gather else 0}
+    if is_gather and put_of(sharding) is put_parts:
+        options["out_shardings"] = whole
+    program = jax.jit(copy, **options)
     return program.lower(*given).compile(compiler_options())
 
 

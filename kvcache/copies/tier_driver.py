@@ -109,6 +109,10 @@ class TierDriver:
         self._copies = BlockCopies(arrays, self._max_blocks)
         return arrays
 
+    def replace_copies(self, make: Callable[[BlockCopies], BlockCopies]) -> None:
+        """Replace the copies of `warm_up` by others made of them, such as ones that are watched."""
+        self._copies = make(self._warm_copies())
+
     def dispatch(self, operations: Sequence[Operation], arrays: BlockArrays) -> None:
         """Start operations as if simultaneously; the pools of arrays are donated and replaced.
 

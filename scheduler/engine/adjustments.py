@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from ...kernels import compiler_options
 from ...kvcache import Int32Array
+from ...kvcache.copies.block_arrays import put_of
 from ..request import Request
 from ..step_plan import StepPlan
 from .programs import Rows
@@ -93,11 +94,15 @@ class Adjustments:
     def count_prompts(self, requests: Iterable[tuple[int, Request]]) -> None:
         """Count the tokens of requests, which begin or go on in a slot."""
         for slot, request in requests:
-            if self._counts is None:
-                shape = self._num_slots, self._vocab_size
-                self._counts = jax.device_put(np.zeros(shape, np.int32), self._sharding)
-            given = self._counts, self._pack_tokens(slot, request)
-            self._counts = self._program("set", _set_counts, *given)(*given)
+            self.set_counts(self._pack_tokens(slot, request))
+
+    def set_counts(self, packed: Int32Array) -> None:
+        """Dispatch the tokens of a request, see `count_prompts`."""
+        if self._counts is None:
+            zeros = np.zeros((self._num_slots, self._vocab_size), np.int32)
+            self._counts = put_of(self._sharding)(zeros, self._sharding)
+        given = self._counts, packed
+        self._counts = self._program("set", _set_counts, *given)(*given)
 
     def adjust(
         self, plan: StepPlan, logits: Array, rows: Rows, last_tokens: Array
@@ -137,6 +142,25 @@ class Adjustments:
                 _forbid(allowed[row], request.late_token_ids, self._vocab_size)
         if allowed is None and (values == _NEUTRAL).all():
             return None
+        return self.adjust_rows(logits, rows, values, is_counted, allowed, last_tokens)
+
+    def adjust_rows(
+        self,
+        logits: Array,
+        rows: Rows,
+        values: np.ndarray,
+        is_counted: bool,
+        allowed: Int32Array | None,
+        last_tokens: Array,
+    ) -> tuple[Array, Array, Array]:
+        """Dispatch the adjustment of the rows of a step, see `adjust`.
+
+        Args:
+            logits, rows, last_tokens: see `adjust`.
+            values: float32 ``[4, all_rows]``, see `RowValues`.
+            is_counted: whether some row has penalties.
+            allowed: int32 ``[all_rows, words]``, see `adjust_logits`; None if no row has a mask.
+        """
         counts = self._counts if is_counted else None
         given = logits, rows, values, counts, allowed, last_tokens
         compute = self._program(("adjust", counts is None, allowed is None), _adjust, *given)
@@ -151,6 +175,10 @@ class Adjustments:
             is_counted[row] = (
                 request.sampling.has_penalties and start + length >= request.num_tokens
             )
+        self.count_rows(rows, tokens, is_counted)
+
+    def count_rows(self, rows: Rows, tokens: Array, is_counted: np.ndarray) -> None:
+        """Dispatch the count of the tokens of some rows, see `count`."""
         given = self._counts, rows.slots, tokens, is_counted
         self._counts = self._program("count", _count, *given)(*given)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntFlag
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int32, UInt32
 
 from ...kvcache import BlockTables, Int32Array
+from ...kvcache.copies.block_arrays import put_of
 from ..request import Request, lease_of
 from ..step_plan import StepPlan
 
@@ -79,7 +81,7 @@ class BatchState(NamedTuple):
             np.zeros(num_slots, np.float32),
             np.zeros(num_slots, np.uint32),
         )
-        return cls(*(jax.device_put(each, sharding) for each in arrays))
+        return cls(*put_of(sharding)(arrays, sharding))
 
     def at(self, slots: Int32[Array, " rows"]) -> BatchState:
         """Return the arrays by row, for the slot of each row; slots out of range are clamped."""
@@ -97,6 +99,7 @@ class DeviceBatch:
         state: the arrays; a step replaces them.
         num_slots, width: most requests of a step, and most blocks of a request.
         to_count: slots of requests with penalties whose tokens the device has not counted.
+        set_slot: program that writes a packed request into its slot; it donates the state.
     """
 
     def __init__(self, num_slots: int, width: int, sharding: NamedSharding | None = None) -> None:
@@ -104,6 +107,7 @@ class DeviceBatch:
         # An empty request in slot 0 compiles the program.
         empty = np.zeros(width + _NUM_SCALARS, np.int32)
         self.state = _set_slot(BatchState.zeros(num_slots, width, sharding), empty)
+        self.set_slot: Callable[[BatchState, Int32Array], BatchState] = _set_slot
         self._needs = np.zeros(num_slots, np.uint8)
         self.to_count: list[tuple[int, Request]] = []
         self._forget(BlockTables())
@@ -141,8 +145,9 @@ class DeviceBatch:
             if needs & Needs.COUNTS and is_read:
                 self.to_count.append((slot, request))
             last_token = request.tokens[-1] if is_read else _KEPT_TOKEN
-            packed = _pack_request(request, last_token, slot, self.width)
-            self.state = _set_slot(self.state, packed)
+            self.state = self.set_slot(
+                self.state, _pack_request(request, last_token, slot, self.width)
+            )
         return self._slots[rows]
 
     def needs(self, slots: Int32Array) -> int:

@@ -16,6 +16,8 @@ from ..models import Model, Params, shard_model
 from ..policy import Policy
 from ..request import Request
 from ..step_plan import StepPlan
+from .calls import Group
+from .group_runners import runner_class
 from .model_runner import ModelRunner
 from .stats import EngineStats
 
@@ -54,6 +56,7 @@ class Engine:
         warm_up_sampling: bool = False,
         on_events: Callable[[EventBatch], object] | None = None,
         mesh: Mesh | None = None,
+        group: Group | None = None,
     ) -> None:
         """Allocate the arrays and compile every program.
 
@@ -81,8 +84,12 @@ class Engine:
                 for it; None records none. See `CacheManager.take_events`.
             mesh: devices that share the model and its KV; see `shard_model`. Default: those of the
                 model. The tokens are the same, up to the rounding of sums.
+            group: the processes whose devices are in the mesh, if they are several; see
+                `ProcessGroup`. Every process makes an engine with the same options. That of
+                process 0 serves; the others `follow` it, and ignore storage and on_events.
 
         Raises:
+            GroupError: if another process has other options, or does not come.
             TensorParallelError: if the model cannot be cut for the devices of the mesh.
             ConfigError, CountError, StorageConfigError: for options that cannot work, before
                 anything is allocated.
@@ -90,6 +97,8 @@ class Engine:
         """
         if mesh is not None:
             model = shard_model(model, mesh)
+        if group is not None and group.process_id:
+            storage = storage_namespace = on_events = None
         self.max_model_len = max_model_len
         self.manager = CacheManager(
             num_blocks,
@@ -119,7 +128,8 @@ class Engine:
                 storage, storage_namespace, max_bytes=storage_max_bytes
             )
         try:
-            self._runner = ModelRunner(
+            make_runner = ModelRunner if group is None else runner_class(group)
+            self._runner = make_runner(
                 model,
                 self.manager,
                 token_budget=token_budget,
@@ -128,6 +138,7 @@ class Engine:
                 storage=storage,
                 warm_up_sampling=warm_up_sampling,
                 samples=prefix_cache,
+                group=group,
             )
         except BaseException:
             self._close_opened()
@@ -209,6 +220,14 @@ class Engine:
             finished += self.step()
         return finished
 
+    def follow(self) -> None:
+        """Execute what process 0 of the group dispatches, until it closes the group.
+
+        Raises:
+            GroupError: if process 0 is lost, or sends what cannot follow from what it sent before.
+        """
+        self._runner.follow()
+
     def reset_cache(
         self,
         keep: Collection[bytes] = (),
@@ -231,7 +250,7 @@ class Engine:
 
         Raises:
             ConfigError: for weights of other shapes, or, with storage, for new weights under an
-                empty or the current name. Nothing is changed.
+                empty or the current name, or for new weights in a group. Nothing is changed.
         """
         if params is not None:
             self._runner.check_params(params, weights_revision)

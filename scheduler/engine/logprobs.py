@@ -19,7 +19,9 @@ from jax.stages import Compiled
 from jaxtyping import Array, Float, Int32
 
 from ...kernels import compiler_options
+from ...kvcache import Int32Array
 from ..models import Linear, Model, ModelConfig
+from ..models.tensor_parallel import on_all
 from ..models.transformer import Batch, compute_logits
 from ..request import MAX_LOGPROBS, TokenLogprob
 from ..step_plan import StepPlan
@@ -147,6 +149,12 @@ class Logprobs:
         targets = np.zeros(len(x), np.int32)
         for request, place, position in _prompt_tokens(plan):
             targets[place] = request.prompt[position + 1]
+        return self.of_targets(targets, model, batch, x)
+
+    def of_targets(
+        self, targets: Int32Array, model: Model, batch: Batch, x: Float[Array, "tokens hidden"]
+    ) -> TopLogprobs:
+        """Dispatch the computation for one token after each token of a step, see `of_prompt`."""
         params = model.params
         given = params.norm, params.lm_head, batch, x, targets
         key = "prompt", len(x), len(batch.q_lengths)
@@ -200,4 +208,5 @@ def _of_tokens(
         return top_logprobs(logits, targets[places])
 
     results = lax.map(piece, place)
-    return jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:])[:num_tokens], results)
+    results = jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:])[:num_tokens], results)
+    return on_all(mesh, results)

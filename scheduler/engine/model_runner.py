@@ -27,6 +27,7 @@ from ..request import Request
 from ..step_plan import BlockCopy, SchedulerStats, StepPlan
 from .adjustments import Adjustments
 from .batch_state import DeviceBatch, Needs
+from .calls import Group
 from .compilations import compilation_counter
 from .logprobs import Logprobs, StepLogprobs
 from .programs import Programs, Rows, empty_rows
@@ -81,6 +82,7 @@ class ModelRunner:
         warm_up_sampling: bool = False,
         samples: bool = False,
         num_groups: int = 1,
+        group: Group | None = None,
     ) -> None:
         """Allocate the arrays for all blocks of a manager, and compile every program.
 
@@ -94,6 +96,7 @@ class ModelRunner:
             warm_up_sampling: see `Engine`.
             samples: whether to compile the copy of blocks from one sample to another.
             num_groups: number of groups of layers that `start` tells apart.
+            group: the processes whose devices share the model, if they are several.
 
         Raises:
             ConfigError, CountError: for options that cannot work, before anything is allocated.
@@ -101,6 +104,7 @@ class ModelRunner:
         config = model.config
         namespace = None if manager.tiers is None else manager.tiers.storage
         check_namespace(model, storage, namespace)
+        _check_group(model, group)
         max_model_len = as_count("max_model_len", max_model_len, minimum=1)
         if max_model_len > config.max_positions:
             raise ConfigError(
@@ -356,6 +360,14 @@ class ModelRunner:
         batch.state = state
         return tokens
 
+    def follow(self) -> None:
+        """Execute the calls of process 0, see `Engine.follow`.
+
+        Raises:
+            ConfigError: in the only process of an engine, or in process 0.
+        """
+        raise ConfigError("follow is for the processes of a group other than process 0")
+
     def check_params(self, params: Params, weights_revision: str) -> None:
         """Check new weights before `set_params`.
 
@@ -399,6 +411,18 @@ class ModelRunner:
             scheduler=scheduler,
             cache=self.manager.stats(),
             copies=None if self._tiers is None else self._tiers.stats(),
+        )
+
+
+def _check_group(model: Model, group: Group | None) -> None:
+    """Check that the devices of a model are those of the processes of a group."""
+    devices = () if model.mesh is None else model.mesh.devices.flat
+    processes = sorted({device.process_index for device in devices})
+    expected = [jax.process_index()] if group is None else list(range(group.num_processes))
+    if processes and processes != expected:
+        raise ConfigError(
+            f"the mesh has devices of processes {processes}, the engine is for {expected}: "
+            "devices of several processes need a group, and a group needs devices of each"
         )
 
 

@@ -37,6 +37,7 @@ from jaxtyping import Array, Float, Int32
 from ...kernels import compiler_options
 from ...kernels.backends import target_device
 from ...kvcache import BlockArrays, Int32Array
+from ...kvcache.copies.block_arrays import put_of
 from ..models import Batch, LayerParams, Linear, Model, ModelConfig, Params, forward
 from ..models.tensor_parallel import on_all, whole
 from ..models.transformer import Pools, Rope, compute_layers, compute_logits, embed
@@ -95,7 +96,8 @@ class Programs:
         self._config, self._mesh, self._block_size = model.config, model.mesh, block_size
         num_rows = max(shape.num_rows for shape in shapes)
         zeros = np.zeros((num_rows, model.config.vocab_size), np.float32)
-        self.logits = jax.device_put(zeros, whole(model.mesh))
+        on_devices = whole(model.mesh)
+        self.logits = put_of(on_devices)(zeros, on_devices)
         is_cpu = target_device().platform == "cpu"
         self._by_layer = is_cpu and model.config.num_layers > _MOST_UNROLLED_LAYERS
         num_layers = model.config.num_layers

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Final
 
 from ...kvcache import BlockArrays, HostArrays, TierDriver, Tiers
+from ...kvcache.copies.block_copies import BlockCopies
 from ...kvcache.storage import Storage
 from ..errors import EngineClosedError
 from .stats import CopyStats
@@ -30,6 +32,10 @@ class TierCopies:
         )
         self._driver.warm_up(arrays)
         self._is_closed = False
+
+    def replace_copies(self, make: Callable[[BlockCopies], BlockCopies]) -> None:
+        """Replace the copies of the driver by others made of them, before the first operation."""
+        self._driver.replace_copies(make)
 
     def check_open(self) -> None:
         """Check that `close` was not called.

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from ...kernels.backends import target_device
+from ...kvcache.copies.block_arrays import put_of
 from ..errors import ConfigError
 from .config import DTYPES, ModelConfig, load_config, parse_dtype
 from .errors import (
@@ -118,7 +119,8 @@ def shard_params(config: ModelConfig, params: Params, mesh: Mesh | None) -> Para
 
     def place(array: jax.Array, sharding: NamedSharding) -> jax.Array:
         if id(array) not in placed:
-            placed[id(array)] = jax.device_put(array, sharding)
+            is_placed = getattr(array, "sharding", None) == sharding
+            placed[id(array)] = array if is_placed else put_of(sharding)(array, sharding)
         return placed[id(array)]
 
     result: Params = jax.tree.map(place, params, shardings)
@@ -233,7 +235,7 @@ class _Tensor:
 
     def read(self, dtype: DTypeLike, sharding: NamedSharding | None) -> jax.Array:
         values: np.ndarray = self.file.get_tensor(self.name)
-        array: jax.Array = jax.device_put(values.astype(dtype), sharding)
+        array: jax.Array = put_of(sharding)(values.astype(dtype), sharding)
         return array
 
 

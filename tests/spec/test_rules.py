@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import radixkv.spec
+import radixkv.spec.rules.group  # enters its rules
 import radixkv.spec.rules.handoff  # enters its rules
 import radixkv.spec.rules.scheduler  # enters its rules
 import radixkv.spec.rules.tiers  # enters its rules

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 
 from .errors import ChannelAddressError
+from .secret import ENVIRONMENT
 
 
 def host_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
@@ -26,6 +27,19 @@ def check_target(address: str) -> None:
     if host.is_unspecified or not port:
         raise ChannelAddressError(
             f"nobody can connect to {address}: it must be one address of a machine, with a port"
+        )
+
+
+def check_bind(address: str, *, has_secret: bool) -> None:
+    """Reject an address that other machines can reach, unless connections need a secret.
+
+    Raises:
+        ChannelAddressError: for such an address, or a malformed one.
+    """
+    if not host_of(address).is_loopback and not has_secret:
+        raise ChannelAddressError(
+            f"{address} can be reached from other machines, so it needs a secret: set "
+            f"{ENVIRONMENT}, or give a file with --secret-file, or bind to 127.0.0.1"
         )
 
 

@@ -26,7 +26,7 @@ from typing import Final
 import zmq
 
 from ..transport.descriptors import PullInfo
-from .address import check_target, host_of
+from .address import check_bind, check_target, host_of
 from .codec import (
     MAX_FRAME_BYTES,
     DroppedFrame,
@@ -53,7 +53,7 @@ from .errors import (
 )
 from .gate import FILES_PER_CONNECTION, Gate
 from .schema import AnyMessage
-from .secret import ENVIRONMENT, Secret
+from .secret import Secret
 
 _QUEUE_MESSAGES: Final = 1000
 _MAX_PER_CALL: Final = 256
@@ -134,11 +134,7 @@ class ZmqChannel:
             ChannelAddressError: for a public address without a secret, or one that cannot be bound.
             SecretError: if there is a secret, and ZeroMQ has no CURVE.
         """
-        if not host_of(bind).is_loopback and secret is None:
-            raise ChannelAddressError(
-                f"{bind} can be reached from other machines, so it needs a secret: set "
-                f"{ENVIRONMENT}, or give a file with --secret-file, or bind to 127.0.0.1"
-            )
+        check_bind(bind, has_secret=secret is not None)
         self.name = name
         self.epoch = epoch
         self._keys = None if secret is None else CurveKeys(secret)

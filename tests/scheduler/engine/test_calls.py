@@ -1,0 +1,267 @@
+"""Broadcast calls, over a network with every fault, and bugs that the rules of a group find."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.scheduler.engine import calls
+from radixkv.scheduler.engine.calls import (
+    Call,
+    CallReceiver,
+    CallSender,
+    decode_call,
+    describe_difference,
+    encode_call,
+)
+from radixkv.scheduler.errors import CallError
+from radixkv.spec.model.group import GroupLedger
+from radixkv.spec.rules.rule import Violation
+
+START = b"options"
+FAULTS = ("lose", "double", "swap", "damage", "forge")
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(("send", "deliver", "report", "use")),
+        st.integers(1, 2),
+        st.sampled_from((None, None, None, *FAULTS)),
+    ),
+    max_size=14,
+)
+
+
+class World:
+    """Process 0 and two others; the messages to and from each are in a queue."""
+
+    def __init__(self, module: Any = calls) -> None:
+        self.module, self.error = module, module.CallError
+        self.ledger = GroupLedger[bytes]((1, 2))
+        self.sender = module.CallSender(START, (1, 2))
+        self.receivers = {process: module.CallReceiver(START) for process in (1, 2)}
+        self.digests = {process: START for process in (1, 2)}
+        self.to: dict[int, deque[tuple[int, list[bytes], bool]]] = {1: deque(), 2: deque()}
+        self.back: dict[int, deque[list[bytes]]] = {1: deque(), 2: deque()}
+        self.ended = False
+
+    def apply(self, kind: str, process: int, fault: str | None) -> None:
+        """Do one step; a process that ends with an error ends the group."""
+        if self.ended:
+            return
+        try:
+            getattr(self, kind)(process, fault)
+        except self.error as error:
+            self.ended = True
+            self.ledger.end(str(error))
+
+    def send(self, process: int, fault: str | None) -> None:
+        number = len(self.ledger.sent) + 1
+        self.ledger.sent.append(bytes([number]))
+        call = self.module.Call("step", (number,), (np.array([number], np.int32),))
+        frames = self.sender.send(call)
+        for each in self.to:
+            self.to[each].append((number, list(frames), False))
+
+    def deliver(self, process: int, fault: str | None) -> None:
+        queue = self.to[process]
+        if not queue:
+            return
+        if fault is not None and (fault != "swap" or len(queue) > 1):
+            self.ledger.is_faulty = True
+        number, frames, is_damaged = queue.popleft()
+        match fault:
+            case "lose":
+                return
+            case "double":
+                queue.appendleft((number, frames, is_damaged))
+            case "swap" if queue:
+                other = queue.popleft()
+                queue.appendleft((number, frames, is_damaged))
+                number, frames, is_damaged = other
+            case "damage":
+                frames, is_damaged = [*frames[:-1], b"\xff" * 4], True
+            case "forge":  # process 0 has sent another call to this process than to the others
+                frames = [*frames[:-1], b"\xfe\0\0\0"]
+                frames[1] = calls.chain_digest(self.digests[process], frames[2:])
+        receiver = self.receivers[process]
+        call = receiver.receive(frames)
+        executed = bytes([call.arrays[0].view(np.uint8)[0]])
+        self.ledger.execute(process, number, executed, is_damaged=is_damaged)
+        self.digests[process] = frames[1]
+        self.back[process].append(receiver.acknowledge())
+
+    def report(self, process: int, fault: str | None) -> None:
+        queue = self.back[process]
+        if not queue:
+            return
+        frames = queue.popleft()
+        if fault in ("lose", "double", "damage"):
+            self.ledger.is_faulty = True
+        if fault == "lose":
+            return
+        if fault == "double":
+            queue.appendleft(frames)
+        if fault == "damage":
+            frames = [frames[0], bytes(16)]
+        self.sender.acknowledge(process, frames)
+
+    def use(self, process: int, fault: str | None) -> None:
+        if not self.sender.late:
+            self.ledger.use()
+
+
+def run(steps: Any, module: Any = calls) -> World:
+    world = World(module)
+    for step in steps:
+        world.apply(*step)
+    return world
+
+
+@given(STEPS)
+def test_the_rules_hold_whatever_the_network_does(steps):
+    world = run(steps)
+    if world.ended or any(fault for _, _, fault in steps):
+        return
+    # Without a fault, all that is under way arrives, and the results may be used.
+    for process in (1, 2):
+        while world.to[process] or world.back[process]:
+            world.apply("deliver", process, None)
+            world.apply("report", process, None)
+    assert world.sender.late == [] and not world.ended
+    world.apply("use", 1, None)
+
+
+SEND = ("send", 1, None)
+SECOND = [("deliver", 2, None), ("report", 2, None)]
+BUGS = {
+    "a receiver takes any number": (
+        ("if number != self.number + 1:", "if False:"),
+        ([SEND, ("deliver", 1, "double"), ("deliver", 1, "forge")], "G1"),
+    ),
+    "a receiver does not compare digests": (
+        ("if digest != frames[1]:", "if False:"),
+        ([SEND, ("deliver", 1, "damage")], "G2"),
+    ),
+    "the sender takes any digest": (
+        ("if frames[1] != self._digests[due]:", "if False:"),
+        (
+            [SEND, ("deliver", 1, "forge"), ("report", 1, None), *SECOND, ("use", 1, None)],
+            "G3",
+        ),
+    ),
+    "a report counts for all calls": (
+        (
+            "        self._reported[receiver] = due\n",
+            "        self._reported[receiver] = self.number\n",
+        ),
+        (
+            [SEND, SEND, ("deliver", 1, None), ("report", 1, None), *SECOND, ("use", 1, None)],
+            "G3",
+        ),
+    ),
+    "one report is enough": (
+        ("if number < self.number]", "if max(self._reported.values()) < self.number]"),
+        ([SEND, ("deliver", 1, None), ("report", 1, None), ("use", 1, None)], "G3"),
+    ),
+    "a receiver forgets the digest of the last call": (
+        ("self.number, self._digest = number, digest", "self.number = number"),
+        ([SEND, ("deliver", 1, None), SEND, ("deliver", 1, None)], "G4"),
+    ),
+    "the digest of the sender covers one call": (
+        (
+            "chain_digest(self._digest, frames)\n        return [",
+            "chain_digest(b'', frames)\n        return [",
+        ),
+        ([SEND, ("deliver", 1, None)], "G4"),
+    ),
+}
+
+
+def planted(old: str, new: str) -> ModuleType:
+    """A copy of the module with a bug."""
+    source = Path(calls.__file__).read_text("utf-8")
+    assert source.count(old) == 1, old
+    module = ModuleType("radixkv.scheduler.engine.planted_calls")
+    module.__package__ = "radixkv.scheduler.engine"
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(source.replace(old, new), calls.__file__, "exec"), vars(module))
+    finally:
+        del sys.modules[module.__name__]
+    return module
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_breaks_its_rule(name):
+    edit, (trace, code) = BUGS[name]
+    with pytest.raises(Violation) as found:
+        run(trace, planted(*edit))
+    assert found.value.rule.code == code
+    run(trace)  # without the bug, it does not
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int32", "float32", "bfloat16", "float16", "bool"], ids=lambda name: name
+)
+@pytest.mark.parametrize("shape", [(0,), (3,), (2, 1, 4)], ids=str)
+def test_a_call_survives_the_wire(dtype, shape):
+    array = np.arange(np.prod(shape)).reshape(shape).astype(jnp.dtype(dtype))
+    call = Call("step", (1, 8, 0), (array, array))
+    name, flags, arrays = decode_call(encode_call(call))
+    assert (name, flags) == ("step", (1, 8, 0))
+    for each in arrays:
+        assert each.dtype == array.dtype and each.shape == shape
+        assert each.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        ([], "0 frames are not a call: list index out of range"),
+        ([b"["], "1 frames are not a call: Expecting value"),
+        ([b'["a", [], [["object", [1]]]]', b"x"], "no array of a call has dtype 'object'"),
+        ([b'["a", [], [["int32", [2]]]]', b"1234"], r"int32\[2\] does not have 4 bytes"),
+        ([b'["a", [], []]', b"1234"], "2 frames are not a call: zip"),
+    ],
+)
+def test_frames_that_are_no_call(frames, message):
+    with pytest.raises(CallError, match=message):
+        decode_call(frames)
+
+
+def test_what_each_error_says():
+    sender, receiver = CallSender(START, [1]), CallReceiver(START)
+    first, second = sender.send(Call("a")), sender.send(Call("b"))
+    with pytest.raises(CallError, match=r"^call 2 came where call 1 was due: calls are lost, rep"):
+        receiver.receive(second)
+    with pytest.raises(CallError, match=r"^call 1 has another digest than process 0 sent with it"):
+        receiver.receive([*first[:2], second[2]])
+    assert receiver.receive(first) == Call("a")
+    assert sender.late == [1]
+    with pytest.raises(CallError, match=r"^process 1 reports call 2 where call 1 of 2 is due$"):
+        sender.acknowledge(1, second[:2])
+    with pytest.raises(CallError, match=r"^process 1 reports call 1 with another digest: it has"):
+        sender.acknowledge(1, [first[0], second[1]])
+    sender.acknowledge(1, receiver.acknowledge())
+    receiver.receive(second)
+    sender.acknowledge(1, receiver.acknowledge())
+    assert sender.late == []
+    with pytest.raises(CallError, match=r"^process 1 reports call 2 where call 3 of 2 is due$"):
+        sender.acknowledge(1, receiver.acknowledge())
+
+
+def test_options_that_differ_are_named():
+    options = {"block_size": "4", "dtype": "float32"}
+    assert describe_difference(1, options, dict(options)) is None
+    message = "process 2 has block_size 8, process 0 4: all need the same"
+    assert describe_difference(2, options | {"block_size": "8"}, options) == message
+    message = "process 2 has more 1, process 0 None: all need the same"
+    assert describe_difference(2, options | {"more": "1"}, options) == message

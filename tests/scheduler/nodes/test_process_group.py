@@ -1,0 +1,302 @@
+"""The messages between processes that share a model, with both ends in this process."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import zmq
+
+from radixkv.scheduler.engine.calls import Call
+from radixkv.scheduler.errors import GroupError
+from radixkv.scheduler.nodes import process_group
+from radixkv.scheduler.nodes.channel import ChannelAddressError, Secret
+from radixkv.scheduler.nodes.process_group import ProcessGroup, init_processes
+
+OPTIONS = {"block_size": "4"}
+SECRET = Secret(b"a secret that is long enough")
+LATE_S = 100.0
+
+
+class Others:
+    """Threads in place of the other processes, each of which joins and then does something."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.address = ""
+        self._local = threading.local()
+        self._bound = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.errors: dict[int, str] = {}
+        monkeypatch.setattr(jax, "process_index", lambda: getattr(self._local, "process", 0))
+        monkeypatch.setattr(jax, "process_count", lambda: 3)
+        monkeypatch.setattr(process_group, "_from_process_0", self._share)
+        monkeypatch.setattr(process_group, "_LINGER_MS", 1000)
+
+    def _share(self, text: str) -> str:
+        if jax.process_index() == 0:
+            self.address = text
+            self._bound.set()
+        assert self._bound.wait(LATE_S)
+        return self.address
+
+    def start(self, process: int, does: Callable[[ProcessGroup], object], **options: Any) -> None:
+        """Begin a thread; its group is closed when `does` returns."""
+
+        def run() -> None:
+            self._local.process = process
+            try:
+                group = ProcessGroup(timeout_s=LATE_S, **options)
+                try:
+                    does(group)
+                finally:
+                    group.close()
+            except GroupError as error:
+                self.errors[process] = str(error)
+
+        self._threads.append(threading.Thread(target=run))
+        self._threads[-1].start()
+
+    def end(self) -> None:
+        for thread in self._threads:
+            thread.join(LATE_S)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[Others]:
+    made = Others(monkeypatch)
+    yield made
+    made.end()
+
+
+def follow(group: ProcessGroup) -> list[Call]:
+    group.join(OPTIONS)
+    return list(group.calls())
+
+
+def join(group: ProcessGroup) -> None:
+    """Join, and end as a process that is killed does."""
+    group.join(OPTIONS)
+
+
+def fails(message: str) -> Any:
+    return pytest.raises(GroupError, match=f"^{message}$")
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
+def test_all_receive_each_call(others, secret):
+    found: dict[int, list[Call]] = {}
+    for process in (1, 2):
+        others.start(
+            process, lambda group: found.update({group.process_id: follow(group)}), secret=secret
+        )
+    sent = [Call("step", (1, 8), (np.arange(3, dtype=np.int32),)), Call("draw")]
+    with ProcessGroup(secret=secret, timeout_s=LATE_S) as group:
+        group.join(OPTIONS)
+        for call in sent:
+            group.tell(call.name, call.flags, *call.arrays)
+        group.wait((jnp.zeros(3), None))
+        assert group._sender is not None and group._sender.late == []
+    group.close()
+    others.end()
+    assert others.errors == {}
+    for calls in found.values():
+        assert [each[:2] for each in calls] == [each[:2] for each in sent]
+        np.testing.assert_array_equal(calls[0].arrays[0], sent[0].arrays[0])
+
+
+def test_other_options_are_refused(others):
+    others.start(1, lambda group: group.join({"block_size": "8"}))
+    message = "process 1 has block_size 8, process 0 4: all need the same"
+    with fails(message), ProcessGroup(timeout_s=LATE_S) as group:
+        group.join(OPTIONS)
+    others.end()
+    assert others.errors == {1: message}
+
+
+def test_a_process_that_does_not_come(others):
+    with fails("process 1, 2 did not join in 0.01 s"), ProcessGroup(timeout_s=0.01) as group:
+        group.join(OPTIONS)
+
+
+def test_a_process_that_is_lost(others):
+    others.start(1, follow)
+    others.start(2, join)
+    with fails("process 2 is lost: Host unreachable"), ProcessGroup(timeout_s=LATE_S) as group:
+        group.join(OPTIONS)
+        while True:  # until ZeroMQ has noticed
+            group.tell("draw")
+            group.wait(())
+    others.end()
+    assert others.errors == {1: "process 2 is lost: Host unreachable"}
+
+
+def test_a_process_that_executes_another_call(others):
+    def forge(group: ProcessGroup) -> None:
+        group.join(OPTIONS)
+        for _ in group.calls():
+            receiver: Any = group._receiver
+            receiver._digest = bytes(16)
+
+    others.start(1, follow)
+    others.start(2, forge)
+    message = (
+        "process 2 reports call 1 with another digest: it has executed other calls than process 0 "
+        "has sent"
+    )
+    with fails(message), ProcessGroup(timeout_s=LATE_S) as group:
+        group.join(OPTIONS)
+        group.tell("draw")
+        group.wait(())
+    others.end()
+    assert others.errors == {1: message, 2: message}
+
+
+def test_a_process_that_gets_a_damaged_call(others):
+    others.start(1, follow)
+    others.start(2, follow)
+    with (
+        pytest.raises(GroupError, match=r"^process 1: call 2 came where call 1 was due: calls are"),
+        ProcessGroup(timeout_s=LATE_S) as group,
+    ):
+        group.join(OPTIONS)
+        sender: Any = group._sender
+        sender.send(Call("lost"))
+        group.tell("draw")
+        group.wait(())
+    others.end()
+    assert "call 2 came where call 1 was due" in others.errors[1]
+
+
+def test_a_process_that_is_late(others):
+    release = threading.Event()
+
+    def wait(group: ProcessGroup) -> None:
+        group.join(OPTIONS)
+        next(group.calls())
+        assert release.wait(LATE_S)
+
+    others.start(1, wait)
+    others.start(2, wait)
+    with (
+        fails("process 1, 2 did not report a call in 0.01 s"),
+        ProcessGroup(timeout_s=LATE_S) as group,
+    ):
+        group.join(OPTIONS)
+        group.tell("draw")
+        group._timeout_s = 0.01
+        try:
+            group.wait(())
+        finally:
+            release.set()
+
+
+def test_an_error_of_process_0_ends_the_others(others):
+    others.start(1, follow)
+    others.start(2, follow)
+    with suppress(KeyError), ProcessGroup(timeout_s=LATE_S) as group:
+        group.join(OPTIONS)
+        raise KeyError("request")
+    others.end()
+    message = "process 0 has failed: 'request'"
+    assert others.errors == {1: message, 2: message}
+    with fails(re.escape(message)):
+        group.tell("draw")
+
+
+def test_a_step_that_fails(others, monkeypatch):
+    monkeypatch.setattr(process_group, "_AFTER_ERROR_S", 0.0)
+
+    class Broken:
+        def is_ready(self) -> bool:
+            return True
+
+        def block_until_ready(self) -> None:
+            raise RuntimeError("Connection closed\nby peer")
+
+    others.start(1, follow)
+    others.start(2, follow)
+    with (
+        fails("a step failed: Connection closed by peer"),
+        ProcessGroup(timeout_s=LATE_S) as group,
+    ):
+        group.join(OPTIONS)
+        group.wait(Broken())
+
+
+def test_a_step_that_is_not_computed(others):
+    never = threading.Event()
+
+    class Hangs:
+        def is_ready(self) -> bool:
+            return False
+
+        def block_until_ready(self) -> None:
+            assert never.wait(LATE_S)
+
+    others.start(1, follow)
+    others.start(2, follow)
+    with fails("a step was not computed in 0 s"), ProcessGroup(timeout_s=LATE_S) as group:
+        group.join(OPTIONS)
+        group._timeout_s = 0
+        try:
+            group.wait(Hangs())
+        finally:
+            never.set()
+
+
+def test_addresses_that_cannot_be_used(others):
+    with pytest.raises(ChannelAddressError, match=r"^0.0.0.0:0 can be reached from other machines"):
+        ProcessGroup("0.0.0.0:0")
+    taken = zmq.Context()
+    socket = taken.socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    with pytest.raises(ChannelAddressError, match=rf"^cannot bind 127.0.0.1:{port}: Address alr"):
+        ProcessGroup(f"127.0.0.1:{port}")
+    taken.destroy(linger=0)
+    others.start(1, follow)
+    others.end()
+    assert others.errors == {1: "process 0 could not open its address"}
+
+
+@pytest.mark.parametrize("theirs", [None, Secret(b"another secret of theirs")], ids=["no", "other"])
+def test_another_secret(others, theirs):
+    others.start(1, follow, secret=theirs)
+    with ProcessGroup(secret=SECRET, timeout_s=LATE_S):
+        others.end()
+    assert re.fullmatch(
+        r"process 0 at 127.0.0.1:\d+ (has another secret, or none|is lost)", others.errors[1]
+    )
+
+
+def test_a_message_of_somebody_else(others):
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    with (
+        pytest.raises(GroupError, match=r"^a message came from b'.*', which is none of 3$"),
+        ProcessGroup(timeout_s=LATE_S) as group,
+    ):
+        stranger.connect(f"tcp://{group.address}")
+        stranger.send_multipart([b"join", b"{}"])
+        group.join(OPTIONS)
+    context.destroy(linger=0)
+
+
+def test_processes_are_connected_by_jax(monkeypatch):
+    given: list[Any] = []
+    monkeypatch.setattr(jax.config, "update", lambda *pair: given.append(pair))
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *args, **options: given.append((args, options))
+    )
+    init_processes("10.0.0.1:1234", 4, 2)
+    assert given == [
+        ("jax_cpu_collectives_implementation", "gloo"),
+        (("10.0.0.1:1234", 4, 2), {"heartbeat_timeout_seconds": 30}),
+    ]
