@@ -52,7 +52,7 @@ _ADDRESS_BYTES: Final = 64
 def init_processes(
     coordinator: str, num_processes: int, process_id: int, *, heartbeat_s: int = 30
 ) -> None:
-    """Connect the processes by `jax.distributed`; call it before JAX knows its devices.
+    """Connect the processes by ``jax.distributed``; call it before JAX knows its devices.
 
     Args:
         coordinator: ``host:port`` at which process 0 starts JAX's coordination service. It has no
@@ -71,7 +71,7 @@ def init_processes(
 
 
 class ProcessGroup:
-    """The processes of `jax.distributed`, for an `Engine` in each. Use it from one thread.
+    """The processes of ``jax.distributed``, for an `Engine` in each. Use it from one thread.
 
     Close it in process 0: that ends `Engine.follow` in the others. At the exit of a process it is
     closed, too.
