@@ -12,10 +12,12 @@ from radixkv.kvcache.storage import FileBackend, StorageNamespace, StorageWorker
 from radixkv.kvcache.storage.mooncake.backend import MooncakeBackend
 from radixkv.kvcache.storage.object_storage.backend import s3_store
 from radixkv.kvcache.storage.redis import RedisAddress, RedisBackend
+from radixkv.scheduler.decode import DecodeScheduler
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.fairness import AdmissionFairness
 from radixkv.scheduler.mixed import MixedScheduler
 from radixkv.scheduler.models.rope import RopeConfig
+from radixkv.scheduler.prefill import PrefillScheduler
 from radixkv.scheduler.request import Request, SamplingParams
 
 DEFAULTS: list[tuple[Any, dict[str, Any]]] = [
@@ -31,7 +33,9 @@ DEFAULTS: list[tuple[Any, dict[str, Any]]] = [
     (RedisAddress, {"host": "localhost", "port": 6379, "db": 0, "tls": False}),
     (MooncakeBackend, {"port": 50051, "timeout_s": 1.0, "connect_timeout_s": 5.0}),
     (s3_store, {"timeout_s": 5.0, "connect_timeout_s": 1.0}),
-    (MixedScheduler, {"reserve_tokens": 512, "preempt": "recompute", "depth": 1}),
+    (MixedScheduler, {"reserve_tokens": 512, "preempt": "recompute", "depth": 1, "policy": None}),
+    (DecodeScheduler, {"reserve_tokens": 512, "preempt": "recompute", "depth": 1, "policy": None}),
+    (PrefillScheduler, {"policy": None}),
     (Engine, {"reserve_tokens": 512, "preempt": "recompute", "depth": 2, "prefix_cache": True}),
     (Engine.close, {"timeout_s": 30.0}),
     (AdmissionFairness, {"max_overtaken": 256}),

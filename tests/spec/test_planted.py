@@ -162,8 +162,9 @@ def test_one_command_makes_every_committed_table() -> None:
 
 def test_every_rule_has_its_bug(kills: dict) -> None:
     # What Q29 says follows from Q28, which is checked first. Tiers and hand-off have own tables.
-    # The bugs of K9 are planted in the index of a gateway, in its own tests.
-    rules = [rule for rule in RULES if rule not in (Q29.name, K9.name) and rule[0] not in "TX"]
+    # The bugs of K9 are planted in the index of a gateway, those of groups in their calls, in the
+    # tests of these.
+    rules = [rule for rule in RULES if rule not in (Q29.name, K9.name) and rule[0] not in "TXG"]
     without = [rule for rule in rules if rule not in kills["proofs"]]
     assert not without, f"no bug proves that these rules bite: {without}"
 

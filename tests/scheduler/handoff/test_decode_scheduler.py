@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import Any
 
 import pytest
@@ -13,14 +12,11 @@ from radixkv.kvcache import CountError
 from radixkv.scheduler import (
     DecodeScheduler,
     HandoffsOpenError,
-    MixedScheduler,
-    PrefillScheduler,
     RequestStatus,
     SamplingParams,
     StepOrderError,
     StepPlan,
 )
-from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.handoff import (
     Abort,
     AttemptKey,
@@ -378,19 +374,6 @@ def test_without_overcommitment_none_is_preempted(
         world.ask([1] * (num_tokens - own) + [number] * own, max_new_tokens)
     world.until(lambda: len(world.model.answers) == len(world.requests))
     assert world.situations["preempted"] == world.d().stats().preemptions == 0
-
-
-def test_defaults_are_those_of_the_other_schedulers_and_of_the_engine() -> None:
-    mixed = signature(MixedScheduler).parameters
-    for other in (DecodeScheduler, PrefillScheduler, Engine):
-        parameters = signature(other).parameters
-        shared = {"policy", "reserve_tokens", "preempt"} & parameters.keys()
-        assert {name: parameters[name].default for name in shared} == {
-            name: mixed[name].default for name in shared
-        }
-    assert (mixed["reserve_tokens"].default, mixed["preempt"].default) == (512, "recompute")
-    depths = [signature(each).parameters["depth"].default for each in (DecodeScheduler, Engine)]
-    assert [mixed["depth"].default, *depths] == [1, 1, 2]
 
 
 def test_nothing_is_kept_of_requests_that_have_ended() -> None:
