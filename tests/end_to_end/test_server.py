@@ -439,11 +439,13 @@ def test_defaults_are_those_of_openai(llm):
             both = await server.post(
                 CHAT, messages=MESSAGES, max_tokens=9, max_completion_tokens=3, **fields
             )
+            assert len({each.seed for each in samplings}) == 4
+            await server.post(COMPLETIONS, prompt="the", seed=0, **fields)
+            assert samplings[-1].seed == 0
         assert short["usage"]["completion_tokens"] == 16
         assert rest["usage"]["completion_tokens"] == 8
         assert chat["usage"]["total_tokens"] == 128
         assert both.json()["usage"]["completion_tokens"] == 3
-        assert len({each.seed for each in samplings}) == 4
         assert {replace(each, seed=0) for each in samplings} == {SamplingParams(temperature=1.0)}
 
     test()

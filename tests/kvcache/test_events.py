@@ -15,6 +15,7 @@ from radixkv.kvcache import (
     KVEvent,
     ReplayBuffer,
 )
+from radixkv.kvcache.events import hash_blocks
 from radixkv.kvcache.storage import StorageNamespace
 
 from .helpers import serve, start
@@ -138,6 +139,26 @@ def test_a_lookup_tells_what_storage_has(ok: list[bool]) -> None:
     manager.tiers.complete(lookup.id, ok)
     media = [stored(event).medium for event in taken(manager)]
     assert media == ["STORAGE"] * sum(ok)
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+def test_blocks_from_storage_come_after_those_that_were_there(num_before: int) -> None:
+    manager = CacheManager(4, 2, host=HostConfig(4), storage=STORAGE, record_events=True)
+    assert manager.tiers is not None
+    tokens = [1, 2, 3, 4, 5, 6]
+    serve(manager, tokens[: 2 * num_before])
+    names = hash_blocks(np.array(tokens, np.int32), 2)
+    manager.tiers.take_operations()
+    taken(manager)
+    manager.tiers.prefetch(tokens)
+    for _ in range(2):
+        [operation] = manager.tiers.take_operations()
+        manager.tiers.complete(operation.id, [True] * (3 - num_before))
+    for event, medium in zip(taken(manager), ["STORAGE", "CPU"], strict=True):
+        assert stored(event).medium == medium
+        assert stored(event).block_hashes == tuple(names[num_before:])
+        assert stored(event).parent_block_hash == (names[num_before - 1] if num_before else None)
+        assert stored(event).token_ids.tolist() == tokens[2 * num_before :]
 
 
 @pytest.mark.parametrize("is_dispatched", [False, True])
