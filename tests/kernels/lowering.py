@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 import pytest
+from _pytest.mark import ParameterSet
 from jax.experimental import topologies
 from jax.sharding import (
     AbstractDevice,
@@ -42,6 +43,11 @@ WHEELS = {
     "nvidia.cu13.bin": "nvidia-cuda-nvcc",
     "nvidia.cu13.nvvm": "nvidia-nvvm",
 }
+
+
+def at_night(case: object) -> ParameterSet:
+    """Return a case of a parametrised test that runs at night only."""
+    return pytest.param(case, marks=pytest.mark.nightly, id=str(case))
 
 
 marked = False
