@@ -62,6 +62,17 @@ class TestDecode(DecodeChecks):
         kernel = partial(attend, decode_batched.decode, sizes=sizes)
         self.check(lengths, heads=Heads(1, 2, 8), width=40, attend=kernel)
 
+    def test_rows_of_many_chunks_in_a_step(self):
+        """The parts of a tile are added by 16."""
+        kernel = partial(attend, decode_batched.decode, sizes=BatchSizes(4, 2**20, 2**20))
+        lengths = [4 * chunks for chunks in (15, 16, 17, 31, 32, 33)]
+        self.check(lengths, heads=Heads(1, 2, 8), width=33, attend=kernel)
+
+    @pytest.mark.parametrize("window", [2, 5, 6])
+    def test_windows_that_begin_anywhere_in_a_chunk(self, window):
+        kernel = partial(attend, decode_batched.decode, sizes=BatchSizes(4, 2**20, 2**20))
+        self.check([*range(12, 17)], heads=Heads(1, 2, 8), window=window, attend=kernel)
+
     def test_two_calls_give_the_same_bits(self):
         rng = np.random.default_rng(0)
         pool = jnp.asarray(rng.standard_normal((41, 2, 4, 8)), jnp.bfloat16)
