@@ -16,6 +16,7 @@ from typing import Any
 from ...kvcache.storage import Storage
 from ...kvcache.storage.urls import namespace_digits
 from ..engine import Engine, make_storage_namespace
+from ..engine.calls import Group
 from ..errors import HandoffFailedError, NodesFailedError
 from ..handoff import Timing
 from ..models import load_config, model_dtype
@@ -33,6 +34,7 @@ from .model_loading import load_model_of_options
 from .options.common import check_memory, host_tier, reserve_tokens
 from .options.generate import GUIDED, SAMPLING, check, option_of_texts
 from .output import check_destination, describe_node, describe_storage, emit
+from .processes import group_of_options, leave_to_process_0
 from .prompts import Sizes, choose_sizes, prompts_failed, read_prompts
 from .startup import report_on_stderr
 from .tiers import check_server, storage_of_options
@@ -40,10 +42,17 @@ from .tiers import check_server, storage_of_options
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate, and print the new tokens of each prompt in the order of the file."""
+    check(arguments)
+    leave_to_process_0(arguments)
     check_destination(arguments.json)
     check_memory(arguments)
-    check(arguments)
-    check_server(arguments)
+    with group_of_options(arguments) as group:
+        check_server(arguments)
+        _complete_prompts(arguments, group)
+    return 0
+
+
+def _complete_prompts(arguments: argparse.Namespace, group: Group | None) -> None:
     model_dir = Path(arguments.model_dir)
     config = load_config(model_dir)
     params = GenerationParams(
@@ -73,8 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
         for request in params.make_requests(str(index), prompt, tokenizer, config.eos_token_ids)
     ]
     completions = Completions(requests, tokenizer, arguments.stop)
+    complete: Callable[[argparse.Namespace, Completions, Sizes], dict[str, Any]]
     if not arguments.disaggregate:
-        complete = complete_with_engine
+        complete = partial(complete_with_engine, group=group)
     elif arguments.transport == "inprocess":
         complete = complete_in_process
     else:
@@ -88,6 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
         if any(map(completions.is_complete, requests)):
             _emit_partial(arguments, completions, error)
         raise
+    if arguments.process_id:
+        return
     outputs = completions.outputs()
     results = _describe(arguments, outputs) | {"stats": stats}
     parts: list[Any] = [_line(arguments, output) for output in outputs]
@@ -95,7 +107,6 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [(name, str(value)) for name, value in _flatten(stats)]
         parts += ["", table((), rows)]
     emit(arguments.json, results, *parts)
-    return 0
 
 
 def _describe(
@@ -158,14 +169,18 @@ def _emit_partial(
 
 
 def complete_with_engine(
-    arguments: argparse.Namespace, requests: Completions, sizes: Sizes
+    arguments: argparse.Namespace,
+    requests: Completions,
+    sizes: Sizes,
+    *,
+    group: Group | None = None,
 ) -> dict[str, Any]:
     """Complete all requests with one engine, and return its statistics.
 
-    Blocks for storage are stored when this returns.
+    Blocks for storage are stored when this returns. Processes of a group other than 0 follow it.
     """
     model_dir = Path(arguments.model_dir)
-    model = load_model_of_options(arguments)
+    model = load_model_of_options(arguments, group)
     namespace = None
     if arguments.storage is not None:
         digest = weights_digest(model_dir)
@@ -183,8 +198,12 @@ def complete_with_engine(
             storage=storage,
             storage_namespace=namespace,
             on_events=on_events,
+            group=group,
         )
         try:
+            if arguments.process_id:
+                engine.follow()
+                return {}
             for request in requests:
                 engine.add_request(request)
             while engine.has_work:

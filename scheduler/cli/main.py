@@ -1,7 +1,7 @@
 """The ``radixkv`` command line.
 
-Exit status: 0 success, 1 a check of the command or one of its nodes failed, 2 wrong usage or input
-(one line on stderr), 130 interrupted, 141 the reader of stdout went away.
+Exit status: 0 success, 1 a check of the command, or one of its nodes or processes, failed, 2 wrong
+usage or input (one line on stderr), 130 interrupted, 141 the reader of stdout went away.
 """
 
 from __future__ import annotations
@@ -16,13 +16,8 @@ from typing import Any, NoReturn
 
 from ..terminal.interrupts import hold_interrupts
 from .errors import BadInputError
+from .exit_status import report
 from .options import bench, events, fleet, fuzz, generate, hits, nodes, replay, serve, storage
-
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,21 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = command.run(arguments)
         if sys.stdout is not None:  # a service may have closed it
             sys.stdout.flush()
-    except SystemExit as stop:  # argparse has printed --help or --version
-        return EXIT_OK if stop.code is None else int(stop.code)
-    except KeyboardInterrupt:
-        return _fail("interrupted", EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        # Python flushes stdout again when it exits: redirect that flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
-    except Exception as error:
-        if isinstance(error.__context__, KeyboardInterrupt):  # Hypothesis may replace an interrupt
-            return _fail("interrupted", EXIT_INTERRUPTED)
-        message, status = _explain(error)
-        if message is None:
+    except BaseException as error:
+        ended = report(error)
+        if ended is None:
             raise  # a bug in radixkv: its traceback is the report
-        return _fail(message, status)
+        return ended
     return status
 
 
@@ -101,30 +86,6 @@ class _VersionAction(argparse.Action):
         except PackageNotFoundError:
             print("radixkv (not installed: run from a source tree)")
         parser.exit()
-
-
-def _explain(error: Exception) -> tuple[str | None, int]:
-    """Return a message and the exit status; the message is None if the user cannot act on it."""
-    message = str(error)
-    if isinstance(error, BadInputError):
-        return message, EXIT_BAD_INPUT
-    from ...kvcache.errors import RadixKVError  # here, because --help must not load numpy
-    from ..errors import NodesFailedError
-
-    if isinstance(error, NodesFailedError):
-        return message, EXIT_FAILED
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}", EXIT_BAD_INPUT
-    if isinstance(error, MemoryError):
-        return f"not enough memory on this machine: {error}", EXIT_BAD_INPUT
-    if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in message:
-        return f"not enough memory on the device: {message}", EXIT_BAD_INPUT
-    return message if isinstance(error, RadixKVError | OSError) else None, EXIT_BAD_INPUT
-
-
-def _fail(message: str, status: int) -> int:
-    print(f"radixkv: {' '.join(message.split())}", file=sys.stderr)
-    return status
 
 
 if __name__ == "__main__":

@@ -5,21 +5,24 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import jax
 from jax.sharding import Mesh
 
+from ..engine.calls import Group
 from ..models import Model, load_model, tensor_parallel_mesh
 
 
-def mesh_of_options(arguments: argparse.Namespace) -> Mesh | None:
-    """Return the devices that --tp asks for; None without it.
+def mesh_of_options(arguments: argparse.Namespace, group: Group | None = None) -> Mesh | None:
+    """Return the devices that --tp asks for; without it, all of a group, or None.
 
     Raises:
         TensorParallelError: if there are fewer.
     """
-    return None if arguments.tp is None else tensor_parallel_mesh(arguments.tp)
+    number = arguments.tp or (None if group is None else jax.device_count())
+    return None if number is None else tensor_parallel_mesh(number)
 
 
-def load_model_of_options(arguments: argparse.Namespace) -> Model:
+def load_model_of_options(arguments: argparse.Namespace, group: Group | None = None) -> Model:
     """Load the model of the directory that the options name."""
-    mesh = mesh_of_options(arguments)
+    mesh = mesh_of_options(arguments, group)
     return load_model(Path(arguments.model_dir), arguments.dtype or "auto", mesh=mesh)

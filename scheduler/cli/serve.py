@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from ipaddress import ip_address
 from socket import socket
 from typing import TYPE_CHECKING, Final
 
+from ..engine.calls import Group
 from ..serving import LLM, AsyncEngine
 from ..terminal.interrupts import exit_on_interrupt
 from .backend import Backend
@@ -24,6 +26,7 @@ from .kv_events import publishing
 from .model_loading import mesh_of_options
 from .options.common import check_memory, host_tier, reserve_tokens
 from .options.serve import check
+from .processes import group_of_options, leave_to_process_0
 from .startup import report_on_stderr
 from .tiers import check_server
 
@@ -38,7 +41,7 @@ _LIBRARIES: Final = ("msgspec", "prometheus_client", "starlette", "uvicorn")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Load the model, and serve it until SIGTERM or SIGINT."""
+    """Load the model, and serve it until SIGTERM or SIGINT; or follow process 0 of a group."""
     for library in _LIBRARIES:
         if find_spec(library) is None:
             raise BadInputError(
@@ -52,7 +55,27 @@ def run(arguments: argparse.Namespace) -> int:
         except ImportError as error:
             raise BadInputError(str(error)) from None
     check(arguments)
+    leave_to_process_0(arguments)
     check_memory(arguments)
+    with group_of_options(arguments) as group:
+        if arguments.process_id:
+            _follow(arguments, group)
+        else:
+            _lead(arguments, group)
+    return 0
+
+
+def _follow(arguments: argparse.Namespace, group: Group | None) -> None:
+    """Compute with process 0 until it ends, which is what signals are for."""
+    llm = _load(arguments, None, group)
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+    llm.engine.follow()
+    llm.close()
+
+
+def _lead(arguments: argparse.Namespace, group: Group | None) -> None:
+    """Open the port, load the model, and serve it."""
     check_server(arguments)
     api_key = read_api_key(os.environ)
     from ..server import ServerLimits  # here, because they need the extra
@@ -66,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         if api_key is None and not _is_loopback(listener.getsockname()[0]):
             _say(f"warning: {arguments.host} is reached from the network, and {API_KEY} is not set")
-        with _backend(arguments, on_events) as backend:
+        with _backend(arguments, on_events, group) as backend:
             _say(
                 f"at most {max_connections:,} connections, and {arguments.max_requests:,} prompts "
                 "at a time"
@@ -78,12 +101,13 @@ def run(arguments: argparse.Namespace) -> int:
                 max_connections=max_connections,
             )
             asyncio.run(_serve(arguments, backend, api_key, listener, limits))
-    return 0
 
 
 @contextmanager
 def _backend(
-    arguments: argparse.Namespace, on_events: Callable[[EventBatch], object] | None
+    arguments: argparse.Namespace,
+    on_events: Callable[[EventBatch], object] | None,
+    group: Group | None,
 ) -> Iterator[Backend]:
     """Load the model, or connect its nodes."""
     if arguments.disaggregate:
@@ -92,6 +116,16 @@ def _backend(
         with connect(arguments, _say) as connected:
             yield connected
         return
+    llm = _load(arguments, on_events, group)
+    _say(str(llm.sizes))
+    yield Backend(llm.serve, llm.sizes.max_model_len)
+
+
+def _load(
+    arguments: argparse.Namespace,
+    on_events: Callable[[EventBatch], object] | None,
+    group: Group | None,
+) -> LLM:
     with exit_on_interrupt(), report_on_stderr():
         llm = LLM(
             arguments.model,
@@ -110,12 +144,12 @@ def _backend(
             preempt=arguments.preempt,
             reserve_tokens=reserve_tokens(arguments),
             depth=arguments.depth or 2,
-            mesh=mesh_of_options(arguments),
+            mesh=mesh_of_options(arguments, group),
+            group=group,
         )
-    _say(str(llm.sizes))
     gc.collect()
     gc.freeze()  # a collection during a step need not visit the model and the programs
-    yield Backend(llm.serve, llm.sizes.max_model_len)
+    return llm
 
 
 def read_api_key(environment: Mapping[str, str]) -> str | None:
@@ -159,6 +193,7 @@ async def _serve(
             limits=limits,
             drain_timeout_s=arguments.drain_timeout_s,
             on_ready=lambda: _say(f"{name} is served at {url}"),
+            outlives_engine=arguments.coordinator is None,
         )
 
 

@@ -64,6 +64,12 @@ class Group(Protocol):
     def join(self, options: Mapping[str, str]) -> None:
         """Wait for all processes, and check that they have the same options."""
 
+    def share(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of all processes, by process, in each; all call it, before `join`."""
+
+    def check(self) -> None:
+        """Look for processes that are lost or have failed; only process 0 does."""
+
     def tell(self, name: str, flags: Sequence[int] = (), *arrays: np.ndarray) -> None:
         """Send a call to the other processes; only process 0 does."""
 

@@ -86,7 +86,7 @@ class Engine:
                 model. The tokens are the same, up to the rounding of sums.
             group: the processes whose devices are in the mesh, if they are several; see
                 `ProcessGroup`. Every process makes an engine with the same options. That of
-                process 0 serves; the others `follow` it, and ignore storage and on_events.
+                process 0 serves; the others `follow` it, and ignore storage, preempt and on_events.
 
         Raises:
             GroupError: if another process has other options, or does not come.
@@ -99,6 +99,7 @@ class Engine:
             model = shard_model(model, mesh)
         if group is not None and group.process_id:
             storage = storage_namespace = on_events = None
+            preempt = "recompute"  # what this scheduler never does may need storage
         self.max_model_len = max_model_len
         self.manager = CacheManager(
             num_blocks,

@@ -107,6 +107,15 @@ class LeadingRunner(ModelRunner):
         if self._copies is not None:
             self._copies = _LeadingCopies(self._copies, tell, "copy_sample")
 
+    def collect(self) -> None:
+        """Report completed copies, and look for processes that are lost; see `ModelRunner.collect`.
+
+        Raises:
+            GroupError: if one is.
+        """
+        self._group.check()
+        super().collect()
+
     def read(self) -> list[int]:
         """Wait for the first step in flight, and for every process; see `ModelRunner.read`.
 

@@ -70,11 +70,11 @@ def tensor_parallel_mesh(num_devices: int) -> Mesh:
 
     Raises:
         CountError: if it is not a positive integer.
-        TensorParallelError: if this process has fewer devices.
+        TensorParallelError: if this process, or all that ``jax.distributed`` connects, has fewer.
     """
     devices, num_devices = jax.devices(), as_count("num_devices", num_devices, minimum=1)
     if num_devices > len(devices):
-        needed = "as many in this process"
+        needed = "as many in this process" if jax.process_count() == 1 else "as many in all"
         raise TensorParallelError("devices", len(devices), num_devices, needed)
     return Mesh(np.array(devices[:num_devices]), ("tp",), axis_types=(AxisType.Auto,))
 

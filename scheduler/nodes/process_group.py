@@ -3,11 +3,14 @@
 ::
 
     process 0: ROUTER, bound                       each other process: DEALER, connected
+                  ◄── share: numbers
+    shared: those of all ──►
                   ◄── join: options
     start, or refuse: why ──►
     call: number, digest, frames ──►               executes it
                   ◄── done: number, digest
     stop: why ──►
+                  ◄── failed: why, at any time
 
 Connections of ZeroMQ have heartbeats, so that a process that ends, or whose machine is cut off, is
 noticed without a call. JAX's own coordination service ends processes that hang in a collective; see
@@ -55,19 +58,30 @@ def init_processes(
     """Connect the processes by ``jax.distributed``; call it before JAX knows its devices.
 
     Args:
-        coordinator: ``host:port`` at which process 0 starts JAX's coordination service. It has no
-            authentication: keep it in a network that you trust.
+        coordinator: ``host:port`` at which process 0 starts JAX's coordination service, and no
+            other address. It has no authentication: keep it in a network that you trust.
         num_processes: how many processes there are.
         process_id: which this is.
         heartbeat_s: after so long without a word from a process, JAX ends the others, even in a
             collective that hangs. JAX's own default is 100.
+
+    Raises:
+        GroupError: if they do not all connect within 5 minutes, or the address cannot be had.
     """
     jax.config.update(  # type: ignore[no-untyped-call]  # JAX's
         "jax_cpu_collectives_implementation", "gloo"
     )
-    jax.distributed.initialize(
-        coordinator, num_processes, process_id, heartbeat_timeout_seconds=heartbeat_s
-    )
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_id,
+            heartbeat_timeout_seconds=heartbeat_s,
+            coordinator_bind_address=coordinator,  # JAX's default is every address of the machine
+        )
+    except jax.errors.JaxRuntimeError as error:
+        text = " ".join(str(error).split())
+        raise GroupError(f"the processes did not connect at {coordinator}: {text}") from None
 
 
 class ProcessGroup:
@@ -158,40 +172,61 @@ class ProcessGroup:
         if keys is not None:
             keys.guard(socket, is_server=self.process_id == 0)
 
+    def share(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of all processes, by process, in each; all call it, before `join`.
+
+        Raises:
+            GroupError: if a process does not come within timeout_s, is lost, or has failed.
+        """
+        if self.process_id:
+            [answer] = self._ask(b"share", json.dumps(list(numbers)), b"shared")
+            shared: list[list[int]] = json.loads(answer)
+            return shared
+        shared = [list(numbers) for _ in range(self.num_processes)]
+        for process, text in self._asked(b"share"):
+            shared[process] = json.loads(text)
+        for process in range(1, self.num_processes):
+            self._send(process, [b"shared", json.dumps(shared).encode()])
+        return shared
+
     def join(self, options: Mapping[str, str]) -> None:
         """Wait for all processes, and check that they have the same options.
 
         Raises:
-            GroupError: if a process does not come within timeout_s, is lost, or has other options,
-                with the name of the first one that differs.
+            GroupError: if a process does not come within timeout_s, is lost, has failed, or has
+                other options, with the name of the first one that differs.
         """
         start = blake2b(json.dumps(dict(options)).encode(), digest_size=16).digest()
         if self.process_id:
-            self._socket.send_multipart([b"join", json.dumps(dict(options)).encode()])
-            kind, *frames = self._receive_from_0(self._timeout_s)
-            if kind != b"start":
-                self._fail(_text(frames))
+            self._ask(b"join", json.dumps(dict(options)), b"start")
             self._receiver = CallReceiver(start)
             return
-        others = set(range(1, self.num_processes))
-        joined: set[int] = set()
-        end = time.monotonic() + self._timeout_s
-        while joined != others:
-            if not self._socket.poll(max(0, round((end - time.monotonic()) * 1000))):
-                missing = ", ".join(map(str, sorted(others - joined)))
-                self._fail(f"process {missing} did not join in {self._timeout_s:g} s")
-            process, kind, frames = self._receive_report()
-            if kind == b"join":
-                difference = describe_difference(process, json.loads(frames[0]), dict(options))
-                if difference is not None:
-                    self._send(process, [b"refuse", difference.encode()])
-                    self._fail(difference)
-                joined.add(process)
-        for process in joined:
+        for process, text in self._asked(b"join"):
+            difference = describe_difference(process, json.loads(text), dict(options))
+            if difference is not None:
+                self._send(process, [b"refuse", difference.encode()])
+                self._fail(difference)
+        others = range(1, self.num_processes)
+        for process in others:
             self._send(process, [b"start"])
-        self._sender = CallSender(start, sorted(joined))
+        self._sender = CallSender(start, others)
 
     # Process 0
+
+    def _asked(self, kind: bytes) -> Iterator[tuple[int, bytes]]:
+        """Yield what each of the other processes asks, as they come."""
+        missing = set(range(1, self.num_processes))
+        end = time.monotonic() + self._timeout_s
+        while missing:
+            if not self._socket.poll(max(0, round((end - time.monotonic()) * 1000))):
+                names = ", ".join(map(str, sorted(missing)))
+                self._fail(f"process {names} did not join in {self._timeout_s:g} s")
+            process, received, frames = self._receive_report()
+            if received == b"failed":
+                self._fail(f"process {process}: {_text(frames)}")
+            if received == kind:
+                missing.discard(process)
+                yield process, frames[0]
 
     def tell(self, name: str, flags: Sequence[int] = (), *arrays: np.ndarray) -> None:
         """Send a call to the other processes.
@@ -204,6 +239,16 @@ class ProcessGroup:
         frames = self._sender.send(Call(name, tuple(flags), arrays))
         for process in range(1, self.num_processes):
             self._send(process, [b"call", *frames])
+
+    def check(self) -> None:
+        """Look for processes that are lost or have failed, without a call.
+
+        Raises:
+            GroupError: if there is one.
+        """
+        self._check()
+        self._take_reports()
+        self._probe()
 
     def wait(self, arrays: Any) -> None:
         """Wait until arrays are computed, and all processes have reported the calls so far.
@@ -270,6 +315,14 @@ class ProcessGroup:
         self._fail(f"a step failed: {' '.join(str(error).split())}")
 
     # The other processes
+
+    def _ask(self, kind: bytes, text: str, answer: bytes) -> list[bytes]:
+        """Send a message to process 0, and return the frames of its answer."""
+        self._socket.send_multipart([kind, text.encode()])
+        answered, *frames = self._receive_from_0(self._timeout_s)
+        if answered != answer:
+            self._fail(_text(frames))
+        return frames
 
     def calls(self) -> Iterator[Call]:
         """Yield the calls of process 0 until it stops; each is reported when the next is asked for.
@@ -356,7 +409,9 @@ class ProcessGroup:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close; an error ends the other processes with its text."""
         if error is not None and self._failure is None:
-            self._failure = f"process {self.process_id} has failed: {error}"
+            text = str(error) or type(error).__name__
+            # Process 0 adds the number of another one.
+            self._failure = text if self.process_id else f"process 0 has failed: {text}"
             self._stop(self._failure)
         self.close()
 

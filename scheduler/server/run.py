@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -51,6 +52,7 @@ async def serve(
     limits: ServerLimits | None = None,
     drain_timeout_s: float = 30.0,
     on_ready: Callable[[], object] | None = None,
+    outlives_engine: bool = True,
 ) -> bool:
     """Serve until SIGTERM or SIGINT, and then close the engine.
 
@@ -67,9 +69,14 @@ async def serve(
         limits: of connections; those of requests are limits of the application.
         drain_timeout_s: how long to wait for the ends of requests, rounded up to seconds.
         on_ready: called when the server accepts connections.
+        outlives_engine: whether to answer requests when the engine has failed; otherwise that ends
+            the server, too.
 
     Returns:
         Whether the copies between the tiers ended in time; see `AsyncEngine.close`.
+
+    Raises:
+        BaseException: what the engine has failed with, unless the server outlives it.
     """
     limits = limits or ServerLimits()
     config = uvicorn.Config(
@@ -91,12 +98,17 @@ async def serve(
     loop = asyncio.get_running_loop()
     for each in _SIGNALS:
         loop.add_signal_handler(each, server.handle_exit, each, None)
+    if not outlives_engine:
+        end = partial(setattr, server, "should_exit", True)
+        engine.when_ended(partial(loop.call_soon_threadsafe, end))
     try:
         await server.serve([listener])
     finally:
         for each in _SIGNALS:
             loop.remove_signal_handler(each)
         is_closed = await engine.close(drain=False)
+    if engine.failure is not None and not outlives_engine:
+        raise engine.failure
     return is_closed
 
 

@@ -142,6 +142,15 @@ class AsyncEngine:
         """
         self._thread.observe(observer)
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What the engine has failed with, or None."""
+        return self._thread.failure
+
+    def when_ended(self, function: Callable[[], object]) -> None:
+        """Call a function when the engine is closed or has failed, on any thread."""
+        self._thread.ended.add_done_callback(lambda _: function())
+
     async def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool:
         """Refuse new requests, end the active ones, and close the engine.
 

@@ -88,6 +88,7 @@ class EngineThread:
 
     Attributes:
         ended: done when the thread has ended; its result is that of `Engine.close`.
+        failure: what the engine has failed with, or None.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class EngineThread:
             failures: why ended requests have failed, by id; the thread removes what it has told.
         """
         self._poll_s = poll_s
+        self.failure: BaseException | None = None
         self._failures = {} if failures is None else failures
         self.ended: Future[bool] = Future()
         self.ended.set_running_or_notify_cancel()  # so that no waiter can cancel it
@@ -344,7 +346,7 @@ class EngineThread:
     def _fail(self, error: BaseException) -> None:
         """Refuse everything from now on, and raise the error in all who wait."""
         with self._lock:
-            self._refusal = _failed(error)
+            self.failure, self._refusal = error, _failed(error)
             deliveries, self._deliveries = self._deliveries, set()
             calls, self._calls = self._calls, set()
         self._active.clear()

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 from jax.sharding import Mesh
@@ -16,17 +16,20 @@ from jax.typing import DTypeLike
 from ...kvcache import EventBatch, HostConfig, Tokens
 from ...kvcache.storage import Storage
 from ..engine import Engine, make_storage_namespace
+from ..engine.calls import Group
 from ..errors import EngineClosedError, RequestError
-from ..models import load_model
+from ..models import load_model, tensor_parallel_mesh
 from ..models.weights_digest import weights_digest
 from ..request import Request
 from ..text import TextTokenizer, locate_model
 from .async_engine import DEFAULTS, AsyncEngine
 from .outputs import Completion, GenerationOutput
 from .params import GenerationParams
-from .sizes import choose_sizes, device_memory
+from .sizes import choose_sizes, device_memory, least_memory, sizes_of_process_0
 
 _LOGGER = logging.getLogger("radixkv.scheduler.serving")
+_POLL_S: Final = 1.0
+"""How often an idle engine of a group looks for processes that are lost."""
 
 Prompt = str | Tokens
 Messages = Sequence[Mapping[str, Any]]
@@ -60,6 +63,7 @@ class LLM:
         host: HostConfig | None = None,
         storage: Storage | str | None = None,
         mesh: Mesh | None = None,
+        group: Group | None = None,
         **options: Any,
     ) -> None:
         """Load a model, allocate its blocks, and compile its programs.
@@ -84,13 +88,17 @@ class LLM:
             storage: URL of the storage, which keeps blocks for later processes, such as
                 ``file:///var/tmp/blocks``; see `open_storage`. Or a storage that the caller closes.
             mesh: devices that share the model and its KV, such as ``jax.make_mesh((4,), ("tp",))``;
-                see `shard_model`. Default: JAX's default device alone.
+                see `shard_model`. Default: JAX's default device alone, or all devices of a group.
+            group: the processes whose devices share the model, if they are several; see `Engine`.
+                Those other than process 0 call ``engine.follow``. Defaults that depend on memory
+                are those of the machine that has the least.
             **options: other options of `Engine`, such as ``preempt`` and ``reserve_tokens``.
 
         Raises:
             ModelNotFoundError: if there is no such model, or no network to load it.
             CheckpointError: if the model cannot be loaded.
             TensorParallelError: if it cannot be cut for the devices of the mesh.
+            GroupError: if another process has other options, fails, or does not come.
             MissingExtraError: if a library of the extra ``text`` is needed and not installed.
             ConfigError, CountError: for sizes that cannot work, or do not fit the memory.
             StorageError: if the storage cannot be opened.
@@ -98,14 +106,19 @@ class LLM:
         directory = locate_model(model, revision)
         has_tokenizer = (directory / "tokenizer.json").exists()
         self.tokenizer = TextTokenizer(directory) if has_tokenizer else None
+        if group is not None:
+            mesh = mesh or tensor_parallel_mesh(jax.device_count())
         loaded = load_model(directory, dtype, mesh=mesh)
         embedding = loaded.params.embedding
         weights = {id(leaf): leaf for leaf in jax.tree.leaves(loaded.params)}.values()  # some tied
         parts = (part.data for leaf in weights for part in leaf.addressable_shards)
+        memory = device_memory(embedding, sum(part.nbytes for part in parts))
+        if group is not None:
+            memory = least_memory(memory, group)
         self.sizes = choose_sizes(
             loaded.config,
             embedding.dtype.itemsize,
-            device_memory(embedding, sum(part.nbytes for part in parts)),
+            memory,
             kv_copies=1 if loaded.mesh is None else loaded.mesh.shape["copies"],
             block_size=block_size,
             num_blocks=num_blocks,
@@ -120,6 +133,8 @@ class LLM:
             self.sizes = replace(self.sizes, host_blocks=host.num_blocks)
         elif self.sizes.host_blocks:
             host = HostConfig(self.sizes.host_blocks)
+        if group is not None:
+            self.sizes = sizes_of_process_0(self.sizes, group)
         _LOGGER.info("%s: %s", model, self.sizes)
         namespace = None
         if storage is not None:
@@ -136,8 +151,10 @@ class LLM:
             host=host,
             storage=storage,
             storage_namespace=namespace,
+            group=group,
             **options,
         )
+        self._poll_s = None if group is None else _POLL_S
         self._name = str(model)
         self._eos_token_ids = loaded.config.eos_token_ids
         self._numbers = itertools.count()
@@ -222,7 +239,9 @@ class LLM:
         if self._is_served:
             raise EngineClosedError("the engine is served by an AsyncEngine")
         self._is_served = True
-        return AsyncEngine(self.engine, self.tokenizer, eos_token_ids=self._eos_token_ids)
+        return AsyncEngine(
+            self.engine, self.tokenizer, eos_token_ids=self._eos_token_ids, poll_s=self._poll_s
+        )
 
     def __repr__(self) -> str:
         return f"LLM({self._name!r}: {self.sizes})"

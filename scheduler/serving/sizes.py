@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import jax
 
+from ..engine.calls import Group
 from ..errors import ConfigError
 from ..models import ModelConfig
 
@@ -70,25 +71,41 @@ class EngineSizes:
 
 
 def device_memory(weights: jax.Array, weight_bytes: int) -> DeviceMemory:
-    """Return the memory of the devices that hold an array.
+    """Return the memory of the devices that hold an array; those of other processes have the same.
 
     Args:
         weights: any of the parameters.
-        weight_bytes: size of all of them, on all devices.
+        weight_bytes: size of all of them, on all devices of this process.
 
     Raises:
         ConfigError: if the device does not tell.
     """
-    devices = list(weights.devices())
+    everywhere, here = weights.devices(), jax.process_index()
+    devices = [device for device in everywhere if device.process_index == here]
+    weight_bytes = weight_bytes * len(everywhere) // len(devices)
     if devices[0].platform == "cpu":
         return DeviceMemory("cpu", machine_memory(), weight_bytes)
     stats = [device.memory_stats() or {} for device in devices]
     if any("bytes_limit" not in each for each in stats):
         kind = devices[0].device_kind
         raise ConfigError(f"{kind} does not report its memory: choose num_blocks")
-    limit = min(each["bytes_limit"] for each in stats) * len(devices)
-    used = max(each.get("bytes_in_use", 0) for each in stats) * len(devices)
+    limit = min(each["bytes_limit"] for each in stats) * len(everywhere)
+    used = max(each.get("bytes_in_use", 0) for each in stats) * len(everywhere)
     return DeviceMemory(devices[0].platform, limit, max(weight_bytes, used))
+
+
+def least_memory(memory: DeviceMemory, group: Group) -> DeviceMemory:
+    """Return the memory that all processes of a group have; each gives its own."""
+    limits, used = zip(*group.share([memory.num_bytes, memory.used_bytes]), strict=True)
+    return memory._replace(num_bytes=min(limits), used_bytes=max(used))
+
+
+def sizes_of_process_0(sizes: EngineSizes, group: Group) -> EngineSizes:
+    """Return the sizes of process 0; each process gives its own.
+
+    A default may depend on the machine, such as that of the host tier.
+    """
+    return EngineSizes(*group.share(astuple(sizes))[0])
 
 
 def machine_memory() -> int:

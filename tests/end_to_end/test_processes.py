@@ -5,17 +5,25 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
 from radixkv.scheduler.models import make_tiny_checkpoint
+from radixkv.scheduler.nodes.channel.secret import ENVIRONMENT
+from radixkv.scheduler.request import SamplingParams
+from radixkv.scheduler.serving import LLM, GenerationParams
 
 from ..ports import reserved_port
-from .on_processes import KILLED, LOST, make_engine, serve
+from .on_processes import KILLED, LOST, PROMPTS, make_engine, serve
 
 ROOT = Path(__file__).parents[2]
 TINY = {"num_key_value_heads": 4, "num_hidden_layers": 1, "vocab_size": 256}
@@ -46,6 +54,21 @@ def on_processes(
     directory: Path, what: str, num_processes: int = 2, num_devices: int = 1
 ) -> list[tuple[int, str, str]]:
     """Return the status, stdout and stderr of each process; all have ended."""
+    program = ["-m", "tests.end_to_end.on_processes"]
+    with reserved_port() as port:
+        lines = [
+            [*program, str(process), str(num_processes), str(port), str(directory), what]
+            for process in range(num_processes)
+        ]
+        with started(directory, lines, num_devices) as processes:
+            return ends_of(processes)
+
+
+@contextmanager
+def started(
+    directory: Path, lines: Sequence[Sequence[str]], num_devices: int = 1
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Python processes with these arguments, which share compiled programs."""
     flags = f"--xla_force_host_platform_device_count={num_devices}"
     environment = {
         **os.environ,
@@ -54,26 +77,31 @@ def on_processes(
         "JAX_COMPILATION_CACHE_DIR": str(directory.with_name("programs")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        ENVIRONMENT: "of all these processes",
     }
-    program = [sys.executable, "-m", "tests.end_to_end.on_processes"]
-    with reserved_port() as port:
-        processes = [
-            subprocess.Popen(
-                [*program, str(process), str(num_processes), str(port), str(directory), what],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for process in range(num_processes)
-        ]
-        try:
-            ended = [process.communicate(timeout=PATIENCE_S) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    return [(process.returncode, *texts) for process, texts in zip(processes, ended, strict=True)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *line],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for line in lines
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def ends_of(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Wait until all have ended, and return the status, stdout and stderr of each."""
+    texts = [process.communicate(timeout=PATIENCE_S) for process in processes]
+    return [(process.returncode, *each) for process, each in zip(processes, texts, strict=True)]
 
 
 @pytest.mark.parametrize(("processes", "devices"), [(2, 1), (2, 2)])
@@ -120,3 +148,128 @@ def test_a_process_that_fails_or_differs_ends_all(directory, what, statuses, lea
     assert [status for status, _, _ in ended] == statuses, ended
     for (_, _, errors), pattern in zip(ended, (leads, follows), strict=True):
         assert not pattern or re.search(f"^GroupError: {pattern}", errors, re.M), errors
+
+
+# The commands
+
+MAIN = ["-m", "radixkv.scheduler.cli.main"]
+KILLED_MAIN = """
+import sys
+from radixkv.scheduler.cli.main import main
+from radixkv.scheduler.nodes.process_group import ProcessGroup
+from tests.end_to_end.on_processes import kill_at
+join = ProcessGroup.join
+def join_and_end(group, options):
+    join(group, options)
+    kill_at(group, 5)
+ProcessGroup.join = join_and_end
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command, in a process that ends as one that is killed does."""
+
+
+def of_processes(port: int, command: Sequence[str]) -> list[list[str]]:
+    """The arguments of each of two processes of a command."""
+    address = f"127.0.0.1:{port}"
+    options = ["--coordinator", address, "--num-processes", "2", "--process-id"]
+    return [[*MAIN, *command, *options, str(process)] for process in range(2)]
+
+
+@pytest.fixture
+def generate(directory: Path, tmp_path: Path) -> list[str]:
+    """A command whose requests are preempted, parked and stored."""
+    (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS))
+    sizes = ["--block-size=4", "--device-blocks=14", "--token-budget=8", "--max-new-tokens=12"]
+    return [
+        *("generate", str(directory), "--prompts", str(tmp_path / "prompts.json")),
+        *(*sizes, "--reserve-tokens=0", "--temperature=0.9", "--ignore-eos", "--json=-"),
+        *("--host-blocks=15", "--preempt=storage", f"--storage=file://{tmp_path}/blocks"),
+    ]
+
+
+def test_generate_on_several_processes(directory, tmp_path, generate):
+    with started(directory, [[*MAIN, *generate]]) as processes:
+        [(status, output, errors)] = ends_of(processes)
+    assert status == 0, errors
+    expected = json.loads(output)
+    shutil.rmtree(tmp_path / "blocks")
+    with reserved_port() as port, started(directory, of_processes(port, generate)) as processes:
+        (status, output, errors), follower = ends_of(processes)
+    assert (status, follower[:2]) == (0, (0, "")), (errors, follower)
+    results = json.loads(output)
+    assert results["outputs"] == expected["outputs"]
+    assert (expected["stats"]["num_devices"], results["stats"]["num_devices"]) == (1, 2)
+    assert results["stats"]["scheduler"]["preemptions"] > 0
+    assert results["stats"]["storage"]["stored_bytes"] > 0
+
+
+def test_generate_ends_when_a_process_is_killed(directory, generate):
+    with reserved_port() as port:
+        first, second = of_processes(port, generate)
+        with started(directory, [first, ["-c", KILLED_MAIN, *second[2:]]]) as processes:
+            (status, output, errors), follower = ends_of(processes)
+    assert (status, output, follower[0]) == (1, "", KILLED), (errors, follower)
+    assert errors.splitlines()[-1] == "radixkv: process 1 is lost: Host unreachable"
+
+
+def test_generate_ends_when_a_process_has_no_model(directory, tmp_path, generate):
+    with reserved_port() as port:
+        first, second = of_processes(port, generate)
+        second[second.index(str(directory))] = str(tmp_path / "none")
+        with started(directory, [first, second]) as processes:
+            (status, output, errors), follower = ends_of(processes)
+    message = f"{tmp_path}/none"
+    assert (status, output) == (1, ""), errors
+    assert follower[:2] == (2, ""), follower
+    reason = follower[2].splitlines()[-1].removeprefix("radixkv: ")
+    assert message in reason
+    assert errors.splitlines()[-1] == f"radixkv: process 1: {reason}"
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
+    """The URL of a server on two processes, and these."""
+    sizes = ["--block-size=4", "--max-model-len=64", "--token-budget=8", "--max-running=4"]
+    command = ["serve", str(directory), "--port=0", "--served-model-name=tiny", *sizes]
+    with reserved_port() as port, started(directory, of_processes(port, command)) as processes:
+        stderr = processes[0].stderr
+        assert stderr is not None
+        lines = []
+        for line in stderr:
+            lines.append(line)
+            if found := re.fullmatch(r"radixkv: tiny is served at (http://\S+)\n", line):
+                break
+        else:
+            raise AssertionError(f"not served: {lines}, {ends_of(processes)}")
+        yield found[1], processes
+
+
+def complete(url: str) -> list[int]:
+    """The tokens of a completion."""
+    fields = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 8, "seed": 3}
+    body = json.dumps(fields | {"ignore_eos": True, "return_token_ids": True}).encode()
+    with urlopen(Request(f"{url}/completions", body), timeout=PATIENCE_S) as response:
+        tokens: list[int] = json.load(response)["choices"][0]["token_ids"]
+    return tokens
+
+
+def test_serve_on_several_processes(directory):
+    llm = LLM(directory, block_size=4, num_blocks=32, max_model_len=64, token_budget=8)
+    params = GenerationParams(8, SamplingParams(temperature=1.0, seed=3), ignore_eos=True)
+    [expected] = llm.generate([PROMPTS[0]], params)
+    with served(directory) as (url, processes):
+        assert complete(url) == list(expected.token_ids)
+        processes[1].send_signal(signal.SIGTERM)  # ends it only with process 0
+        assert complete(url) == list(expected.token_ids)
+        processes[0].send_signal(signal.SIGTERM)
+        (status, output, errors), follower = ends_of(processes)
+    assert (status, output, follower[:2]) == (0, "", (0, "")), (errors, follower)
+
+
+def test_serve_ends_when_a_process_is_killed(directory):
+    with served(directory) as (url, processes):
+        assert len(complete(url)) == 8
+        processes[1].kill()
+        (status, output, errors), _ = ends_of(processes)
+    assert (status, output) == (1, ""), errors
+    assert errors.splitlines()[-1] == "radixkv: process 1 is lost: Host unreachable"

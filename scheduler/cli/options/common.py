@@ -136,6 +136,30 @@ def add_tp(parser: Options) -> None:
     )
 
 
+def add_processes(parser: Options) -> None:
+    """Add the options of a model on the devices of several processes."""
+    group = parser.add_argument_group(
+        "several processes, on one machine or more",
+        "Run the same command for each, with its own --process-id. Process 0 does the work of the "
+        "command, and the others compute with it. Set RADIXKV_SECRET to the same secret for all.",
+    )
+    group.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="address of process 0, with a numeric HOST and a free PORT, where JAX connects the "
+        "processes (default: one process)",
+    )
+    group.add_argument(
+        "--num-processes",
+        type=integer(2),
+        metavar="N",
+        help="number of processes; they share the model by --tp (default: all devices of all)",
+    )
+    group.add_argument(
+        "--process-id", type=integer(0), metavar="K", help="which of them this is, 0 to N - 1"
+    )
+
+
 def add_compilation_cache(parser: Options) -> None:
     """Add --no-compilation-cache; `main` sets the cache of commands that have this option."""
     parser.add_argument(
@@ -289,6 +313,23 @@ def check_excludes(
         for other in others:
             if _value(arguments, other) is not None:
                 raise BadInputError(f"{other} cannot be combined with {option}{hint}")
+
+
+def check_processes(arguments: argparse.Namespace) -> None:
+    """Reject options of several processes that are incomplete, or for another kind of nodes.
+
+    Raises:
+        BadInputError: With the names or numbers.
+    """
+    names = ("--coordinator", "--num-processes", "--process-id")
+    for name in names:
+        check_needs(arguments, name, *names)
+    check_excludes(arguments, "--coordinator", "--disaggregate", "--gateway", "--ray")
+    if arguments.coordinator is not None and arguments.process_id >= arguments.num_processes:
+        raise BadInputError(
+            f"--process-id must be less than --num-processes {arguments.num_processes}, "
+            f"got {arguments.process_id}"
+        )
 
 
 def check_tiers(arguments: argparse.Namespace, storage: str = "--storage") -> None:

@@ -17,11 +17,13 @@ from .common import (
     add_json,
     add_kv_events,
     add_preempt,
+    add_processes,
     add_reserve_tokens,
     add_storage,
     add_tp,
     check_excludes,
     check_needs,
+    check_processes,
     check_tiers,
     integer,
     seconds,
@@ -128,6 +130,7 @@ def add_parser(commands: Commands) -> None:
     add_preempt(tiers)
     add_reserve_tokens(tiers)
     add_nodes(parser.add_argument_group("prefill and decode nodes"), in_process=True)
+    add_processes(parser)
     parser.set_defaults(module="generate")
 
 
@@ -201,6 +204,7 @@ def check(arguments: argparse.Namespace) -> None:
     Raises:
         BadInputError: With both names.
     """
+    check_processes(arguments)
     check_tiers(arguments)
     check_excludes(arguments, "--no-prefix-cache", "--host-blocks", "--disaggregate")
     check_nodes(arguments)

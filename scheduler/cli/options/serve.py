@@ -15,10 +15,12 @@ from .common import (
     add_host_tier,
     add_kv_events,
     add_preempt,
+    add_processes,
     add_reserve_tokens,
     add_storage,
     add_tp,
     check_excludes,
+    check_processes,
     check_tiers,
     integer,
     seconds,
@@ -81,6 +83,7 @@ def add_parser(commands: Commands) -> None:
     nodes = parser.add_argument_group("prefill and decode nodes")
     add_nodes(nodes, in_process=False)
     add_ray(nodes)
+    add_processes(parser)
     parser.set_defaults(module="serve")
 
 
@@ -90,6 +93,7 @@ def check(arguments: argparse.Namespace) -> None:
     Raises:
         BadInputError: With both names.
     """
+    check_processes(arguments)
     check_tiers(arguments)
     expand_ray(arguments)
     check_nodes(arguments)

@@ -454,7 +454,9 @@ def test_what_is_complete_is_written_when_nodes_fail(
     whole = [[place, 7] for place in range(len(PROMPTS))]
     reasons = {"1": "the decode node was lost", "2": "nobody knows"}
 
-    def complete(arguments: object, requests: Completions, sizes: object) -> NoReturn:
+    def complete(
+        arguments: object, requests: Completions, sizes: object, *, group: object
+    ) -> NoReturn:
         for request, tokens in zip(requests, whole, strict=True):
             if request.request_id not in reasons:
                 request.status = RequestStatus.FINISHED
@@ -486,7 +488,7 @@ def test_what_is_complete_is_written_when_nodes_fail(
 def test_nothing_is_written_when_nothing_is_complete(
     radixkv: Any, arguments: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def complete(*_: object) -> NoReturn:
+    def complete(*_: object, group: object) -> NoReturn:
         raise prompts_failed({"0": "it was cold"})
 
     monkeypatch.setattr(generate, "complete_with_engine", complete)

@@ -110,7 +110,7 @@ def test_a_server_that_goes_away_costs_hits_and_nothing_else(
 ) -> None:
     with running() as server:
 
-        def load_without_it(options: Namespace) -> Model:
+        def load_without_it(options: Namespace, group: object) -> Model:
             server.kill()
             return load_model_of_options(options)
 

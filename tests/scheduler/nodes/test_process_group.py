@@ -126,14 +126,54 @@ def test_a_process_that_does_not_come(others):
         group.join(OPTIONS)
 
 
-def test_a_process_that_is_lost(others):
+def test_all_know_the_numbers_of_all(others):
+    found: dict[int, list[list[int]]] = {}
+    for process in (1, 2):
+        others.start(
+            process, lambda group: found.update({group.process_id: group.share([group.process_id])})
+        )
+    with ProcessGroup(timeout_s=LATE_S) as group:
+        found[0] = group.share([2**40])
+        others.end()
+    assert others.errors == {}
+    assert all(found[process] == [[2**40], [1], [2]] for process in range(3))
+
+
+@pytest.mark.parametrize("waits", [lambda group: group.share([1]), join], ids=["share", "join"])
+def test_a_process_that_fails_before_it_joins(others, waits):
+    def fail(group: ProcessGroup) -> None:
+        with group:
+            raise GroupError("no such model")
+
+    others.start(1, fail)
+    with fails("process 1: no such model"), ProcessGroup(timeout_s=LATE_S) as group:
+        waits(group)
+    others.end()
+    assert others.errors == {1: "no such model"}
+
+
+def test_a_failure_of_process_0_ends_one_that_waits_for_numbers(others):
+    others.start(1, lambda group: group.share([1]))
+    with suppress(KeyError), ProcessGroup(timeout_s=LATE_S) as group:
+        assert group._socket.poll(round(LATE_S * 1000))
+        raise KeyError("model")
+    others.end()
+    assert others.errors == {1: "process 0 has failed: 'model'"}
+
+
+def use(group: ProcessGroup) -> None:
+    group.tell("draw")
+    group.wait(())
+
+
+@pytest.mark.parametrize("looks", [use, ProcessGroup.check], ids=["call", "idle"])
+def test_a_process_that_is_lost(others, looks):
     others.start(1, follow)
     others.start(2, join)
     with fails("process 2 is lost: Host unreachable"), ProcessGroup(timeout_s=LATE_S) as group:
         group.join(OPTIONS)
         while True:  # until ZeroMQ has noticed
-            group.tell("draw")
-            group.wait(())
+            looks(group)
     others.end()
     assert others.errors == {1: "process 2 is lost: Host unreachable"}
 
@@ -298,5 +338,8 @@ def test_processes_are_connected_by_jax(monkeypatch):
     init_processes("10.0.0.1:1234", 4, 2)
     assert given == [
         ("jax_cpu_collectives_implementation", "gloo"),
-        (("10.0.0.1:1234", 4, 2), {"heartbeat_timeout_seconds": 30}),
+        (
+            ("10.0.0.1:1234", 4, 2),
+            {"heartbeat_timeout_seconds": 30, "coordinator_bind_address": "10.0.0.1:1234"},
+        ),
     ]

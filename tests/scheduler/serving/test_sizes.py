@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -18,7 +21,9 @@ from radixkv.scheduler.serving.sizes import (
     DeviceMemory,
     choose_sizes,
     device_memory,
+    least_memory,
     machine_memory,
+    sizes_of_process_0,
 )
 
 
@@ -138,14 +143,15 @@ class FakeArray:
 
     platform, device_kind = "gpu", "GPU X"
 
-    def __init__(self, stats: dict[str, int] | None) -> None:
-        self._stats = stats
+    def __init__(self, stats: dict[str, int] | None, process_index: int = 0) -> None:
+        self._stats, self.process_index = stats, process_index
         self.others: list[FakeArray] = []
 
     def devices(self) -> set[FakeArray]:
         return {self, *self.others}
 
     def memory_stats(self) -> dict[str, int] | None:
+        assert self.process_index == 0, "only its own process knows the memory of a device"
         return self._stats
 
 
@@ -156,11 +162,40 @@ def test_the_memory_of_a_gpu():
     array.others = [FakeArray({"bytes_limit": 90, "bytes_in_use": 40})]
     assert device_memory(array, 20) == DeviceMemory("gpu", 180, 80)  # type: ignore[arg-type]
     assert device_memory(array, 85) == DeviceMemory("gpu", 180, 85)  # type: ignore[arg-type]
+    # Those of another process are as many, and have the same.
+    array.others += [FakeArray(None, 1), FakeArray(None, 1)]
+    assert device_memory(array, 85) == DeviceMemory("gpu", 360, 170)  # type: ignore[arg-type]
     nothing: dict[str, int] = {}
     for stats in (None, nothing):
         text = "^GPU X does not report its memory: choose num_blocks$"
         with pytest.raises(ConfigError, match=text):
             device_memory(FakeArray(stats), 20)  # type: ignore[arg-type]
+
+
+class FakeGroup:
+    """Three processes, of which the others give some numbers."""
+
+    def __init__(self, *others: list[int]) -> None:
+        self._others = others
+
+    def share(self, numbers: Sequence[int]) -> list[list[int]]:
+        first, last = self._others
+        return [first, list(numbers), last]
+
+
+def test_processes_have_the_least_memory_of_all() -> None:
+    group: Any = FakeGroup([90, 5], [100, 7])
+    assert least_memory(DeviceMemory("gpu", 95, 6), group) == DeviceMemory("gpu", 90, 7)
+
+
+def test_processes_have_the_sizes_of_process_0(config: ModelConfig) -> None:
+    first, mine = (
+        choose_sizes(config, 4, DeviceMemory("cpu", 2**28, 0), host_memory=memory)
+        for memory in (2**20, 2**21)
+    )
+    assert first != mine
+    group: Any = FakeGroup(json.loads(json.dumps(astuple(first))), [])
+    assert sizes_of_process_0(mine, group) == first
 
 
 def test_the_tiny_model_is_as_these_tests_say(config: ModelConfig) -> None:
