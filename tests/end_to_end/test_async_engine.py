@@ -11,6 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -562,6 +563,23 @@ def test_refusals_are_raised_by_the_stream_and_harm_no_other(served):
             assert [output async for output in refused] == []
             with pytest.raises(RequestError, match="max_new_tokens must be at least 1, got 0"):
                 engine.generate([1], GenerationParams(max_tokens=0))
+            assert (await last(good)).token_ids == tuple(alone[0])
+
+    asyncio.run(main())
+
+
+def test_samples_begin_all_or_none(served):
+    compiled, alone = served
+
+    async def main() -> None:
+        async with AsyncEngine(fresh(compiled)) as engine:
+            with held(engine):
+                good = engine.generate(PROMPTS[0], PARAMS, request_id="x#1")
+                three = engine.generate(PROMPTS[1], replace(PARAMS, n=3), request_id="x")
+                added = engine.submit_call(lambda inner: inner.abort("x#0"))
+            with pytest.raises(RequestError, match=r"^request 'x#1' is already active$"):
+                await last(three)
+            assert not await asyncio.wrap_future(added)
             assert (await last(good)).token_ids == tuple(alone[0])
 
     asyncio.run(main())

@@ -266,6 +266,18 @@ def test_available_after_is_what_admission_goes_by():
     assert manager.available_after(match) == 4  # the match is old: counted anew
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_hit_that_ends_within_a_run_is_idle_only_if_no_lease_uses_the_run(is_held):
+    manager = CacheManager(8, 1)
+    lease = start(manager, [1, 2, 3, 4])
+    manager.publish(lease, [1, 2, 3, 4])
+    if not is_held:
+        manager.release(lease)
+    match = manager.match([1, 2, 9, 9])
+    assert match.num_blocks == 2
+    assert manager.available_after(match) == manager.available - (0 if is_held else 2)
+
+
 def test_a_copy_of_a_manager_goes_its_own_way():
     # The helpers of these tests look ahead on copies.
     manager = CacheManager(4, 1)
