@@ -461,7 +461,13 @@ def close_clients(mooncake: MooncakeBackend) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
-@pytest.mark.parametrize("name", CLEANING_BUGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] if "mooncake" in name else [])
+        for name in CLEANING_BUGS
+    ],
+)
 def test_what_is_left_if_cleaning_raises_is_found(
     server: RedisServer, mooncake: MooncakeBackend, name: str
 ) -> None:
@@ -478,6 +484,7 @@ def test_what_is_left_if_cleaning_raises_is_found(
     gc.collect()  # a client that runs on
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_started", MOONCAKE_BUGS)
 def test_what_mooncake_keeps_is_found(mooncake: MooncakeBackend, is_started: bool) -> None:
     with planted(MOONCAKE_BUGS[is_started]), pytest.raises((AssertionError, KeyError)):
