@@ -38,6 +38,7 @@ from ..errors import GroupError
 from .channel.address import check_bind, host_of
 from .channel.curve import PROTOCOL_FAILURES, CurveKeys
 from .channel.errors import ChannelAddressError
+from .channel.gate import Gate
 from .channel.secret import Secret
 
 DEFAULT_TIMEOUT_S: Final = 120.0
@@ -122,42 +123,49 @@ class ProcessGroup:
         self._sender: CallSender | None = None
         self._receiver: CallReceiver | None = None
         self._failure: str | None = None
+        self._gate: Gate | None = None
         self._context = zmq.Context()
         try:
             keys = None if secret is None else CurveKeys(secret)
             self._socket = self._context.socket(zmq.DEALER if self.process_id else zmq.ROUTER)
-            self._set_options(keys)
+            self._set_options()
             self.address = ""
             try:
                 if self.process_id == 0:
-                    self.address = self._bind(bind, has_secret=secret is not None)
+                    self.address = self._bind(bind, keys)
             finally:  # the others wait for it
                 self.address = _from_process_0(self.address)
             if self.process_id:
-                self._connect()
+                self._connect(keys)
         except BaseException:
-            self._context.destroy(linger=0)
+            self._destroy(linger_ms=0)
             raise
         atexit.register(self.close)
 
-    def _bind(self, address: str, *, has_secret: bool) -> str:
-        check_bind(address, has_secret=has_secret)
-        self._socket.set(zmq.IPV6, int(host_of(address).version == 6))
+    def _bind(self, address: str, keys: CurveKeys | None) -> str:
+        check_bind(address, has_secret=keys is not None)
         try:
-            self._socket.bind(f"tcp://{address}")
-        except zmq.ZMQError as error:
+            if keys is None:
+                self._socket.set(zmq.IPV6, int(host_of(address).version == 6))
+                self._socket.bind(f"tcp://{address}")
+                return self._socket.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+            most = 2 * self.num_processes  # also connections that are about to end
+            self._gate = Gate.bind(self._socket, keys, None, address, max_connections=most)
+            return self._gate.address
+        except (OSError, zmq.ZMQError) as error:
             raise ChannelAddressError(f"cannot bind {address}: {error.strerror}") from None
-        return self._socket.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
 
-    def _connect(self) -> None:
+    def _connect(self, keys: CurveKeys | None) -> None:
         if not self.address:
             raise GroupError("process 0 could not open its address")
+        if keys is not None:
+            keys.guard(self._socket, is_server=False)
         events = zmq.EVENT_DISCONNECTED | PROTOCOL_FAILURES
         self._monitor = self._socket.get_monitor_socket(events)
         self._socket.set(zmq.IPV6, int(host_of(self.address).version == 6))
         self._socket.connect(f"tcp://{self.address}")
 
-    def _set_options(self, keys: CurveKeys | None) -> None:
+    def _set_options(self) -> None:
         socket = self._socket
         socket.set(zmq.LINGER, _LINGER_MS)
         socket.set(zmq.SNDHWM, 0)  # no call may be dropped; `wait` bounds how many are open
@@ -169,8 +177,6 @@ class ProcessGroup:
             socket.set(zmq.ROUTER_MANDATORY, 1)  # tells that a process is lost
         else:
             socket.set(zmq.ROUTING_ID, _identity(self.process_id))
-        if keys is not None:
-            keys.guard(socket, is_server=self.process_id == 0)
 
     def share(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of all processes, by process, in each; all call it, before `join`.
@@ -401,7 +407,12 @@ class ProcessGroup:
                 self._stop("")
             if self.process_id:
                 self._socket.disable_monitor()
-            self._context.destroy(linger=_LINGER_MS)
+            self._destroy(linger_ms=_LINGER_MS)
+
+    def _destroy(self, *, linger_ms: int) -> None:
+        self._context.destroy(linger=linger_ms)
+        if self._gate is not None:  # last, because the last messages go through it
+            self._gate.close(drain_s=linger_ms / 1000)
 
     def __enter__(self) -> ProcessGroup:
         return self

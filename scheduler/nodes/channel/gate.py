@@ -21,7 +21,9 @@ the longest is closed when there are too many.
 
 from __future__ import annotations
 
+import os
 import random
+import secrets
 import selectors
 import socket
 import time
@@ -30,9 +32,13 @@ from contextlib import suppress
 from threading import Lock, Thread
 from typing import Final
 
+import zmq
+
+from .address import host_of
 from .curve import (
     GREETING_BYTES,
     WELCOME_BYTES,
+    CurveKeys,
     HandshakeMonitor,
     RefusedConnection,
     refused_connection,
@@ -87,13 +93,17 @@ class _Connection:
 
 
 class Gate:
-    """Accepts connections at an address, and passes what they say to an inbox of CURVE."""
+    """Accepts connections at an address, and passes what they say to an inbox of CURVE.
+
+    Attributes:
+        address: ``host:port``.
+    """
 
     def __init__(
         self,
         listener: socket.socket,
         inbox: str,
-        monitor: HandshakeMonitor,
+        monitor: HandshakeMonitor | None,
         *,
         max_connections: int,
     ) -> None:
@@ -102,9 +112,12 @@ class Gate:
         Args:
             listener: a bound socket, which is the gate's from now on.
             inbox: address of the inbox: the name of an abstract socket.
-            monitor: that of the inbox; the gate takes its events, in its thread.
+            monitor: that of the inbox; the gate takes its events, in its thread. Without one, it
+                does not know the reasons of refusals.
             max_connections: number of proven connections.
         """
+        host, port, *_ = listener.getsockname()
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._listener = listener
         self._inbox = f"\0{inbox}"
         self._monitor = monitor
@@ -117,14 +130,52 @@ class Gate:
         self._lock = Lock()  # guards the next one, which is written once in a turn
         self._refused: Counter[RefusedConnection] = Counter()
         self._crash: Exception | None = None
-        self._is_closed = False
+        self._end_s: float | None = None  # of monotonic time, once it is closing
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         listener.listen(_BACKLOG)
         self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(monitor.file, selectors.EVENT_READ)
+        if monitor is not None:
+            self._selector.register(monitor.file, selectors.EVENT_READ)
         self._thread = Thread(target=self._run, name="radixkv-gate", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def bind(
+        cls,
+        inbox: zmq.Socket[bytes],
+        keys: CurveKeys,
+        monitor: HandshakeMonitor | None,
+        address: str,
+        *,
+        max_connections: int,
+    ) -> Gate:
+        """Bind a socket of ZeroMQ that nobody reaches but through a gate at an address.
+
+        Args:
+            inbox: neither bound nor connected yet.
+            keys: what peers must have.
+            monitor: that of the inbox, with ``ALL_FAILURES``, or None.
+            address: ``host:port`` with a numeric host; port 0 takes any free port.
+            max_connections: number of proven connections.
+
+        Raises:
+            OSError, zmq.ZMQError: if it cannot be bound.
+        """
+        keys.guard(inbox, is_server=True)
+        inbox.set(zmq.IPC_FILTER_PID, os.getpid())  # the gate alone may connect
+        name = f"radixkv-{secrets.token_hex(16)}"
+        inbox.bind(f"ipc://@{name}")
+        is_ipv6 = host_of(address).version == 6
+        host, _, port = address.rpartition(":")
+        listener = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host.strip("[]"), int(port)))
+            return cls(listener, name, monitor, max_connections=max_connections)
+        except BaseException:
+            listener.close()
+            raise
 
     @property
     def crash(self) -> Exception | None:
@@ -136,9 +187,13 @@ class Gate:
         with self._lock:
             return self._refused.copy()
 
-    def close(self) -> None:
-        """Close the listener and all connections."""
-        self._is_closed = True
+    def close(self, *, drain_s: float = 0.0) -> None:
+        """Close the listener and all connections.
+
+        Args:
+            drain_s: longest wait for peers to take what an inbox that is closed has said.
+        """
+        self._end_s = time.monotonic() + drain_s
         with suppress(OSError):  # a close that was interrupted has shut it down already
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
@@ -146,13 +201,16 @@ class Gate:
 
     def _run(self) -> None:
         try:
-            while not self._is_closed:
+            while not self._is_over():
                 self._turn()
         except Exception as error:
             self._crash = error
         for connection in [*self._unproven, *self._proven]:
             self._close(connection)
         self._selector.close()
+
+    def _is_over(self) -> bool:
+        return self._end_s is not None and not (self._proven and time.monotonic() < self._end_s)
 
     def _turn(self) -> None:
         is_called = False
@@ -169,18 +227,19 @@ class Gate:
             self._selector.register(self._listener, selectors.EVENT_READ)
         while self._unproven and now - (late := next(iter(self._unproven))).since >= PROOF_S:
             self._close(late)
-        if is_called and not self._is_closed:  # last, so that the others have said what they had to
+        if is_called and self._end_s is not None:
+            self._selector.unregister(self._listener)
+        elif is_called:  # last, so that the others have said what they had to
             self._accept(now)
 
     def _wait_s(self) -> float | None:
         ends = [next(iter(self._unproven)).since + PROOF_S] if self._unproven else []
-        if self._paused_until is not None:
-            ends.append(self._paused_until)
+        ends += [end for end in (self._paused_until, self._end_s) if end is not None]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def _count_refused(self) -> None:
         """Count the connections that ended unproven; of some, the inbox knows the reason."""
-        for code in self._monitor.take_all():
+        for code in self._monitor.take_all() if self._monitor is not None else ():
             reason = refused_connection(code, has_secret=True)
             if reason is not RefusedConnection.BROKEN:
                 self._reasons[reason] += 1

@@ -16,9 +16,6 @@ them.
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
@@ -164,28 +161,16 @@ class ZmqChannel:
         """Bind the inbox, or the gate in front of it; return the address."""
         self._inbox.set(zmq.LINGER, 0)
         self._inbox.set(zmq.RCVHWM, _QUEUE_MESSAGES)
-        is_ipv6 = host_of(address).version == 6
         if self._keys is None:
             self._inbox.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # a longer frame ends its connection
-            self._inbox.set(zmq.IPV6, int(is_ipv6))
+            self._inbox.set(zmq.IPV6, int(host_of(address).version == 6))
             self._inbox.bind(f"tcp://{address}")
             return self._inbox.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
         self._inbox.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + OVERHEAD_BYTES)
-        self._keys.guard(self._inbox, is_server=True)
-        self._inbox.set(zmq.IPC_FILTER_PID, os.getpid())  # the gate alone may connect
-        inbox = f"radixkv-{secrets.token_hex(16)}"
-        self._inbox.bind(f"ipc://@{inbox}")
-        host, _, port = address.rpartition(":")
-        listener = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host.strip("[]"), int(port)))
-            port = listener.getsockname()[1]
-            self._gate = Gate(listener, inbox, self._monitor, max_connections=self._max_peers)
-        except BaseException:
-            listener.close()
-            raise
-        return f"{host}:{port}"
+        self._gate = Gate.bind(
+            self._inbox, self._keys, self._monitor, address, max_connections=self._max_peers
+        )
+        return self._gate.address
 
     def connect(self, peer: str, address: str) -> None:
         """Set the address of a peer, which need not listen yet.

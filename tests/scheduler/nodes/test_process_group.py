@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from radixkv.scheduler.engine.calls import Call
 from radixkv.scheduler.errors import GroupError
 from radixkv.scheduler.nodes import process_group
 from radixkv.scheduler.nodes.channel import ChannelAddressError, Secret
+from radixkv.scheduler.nodes.channel.gate import MAX_UNPROVEN
 from radixkv.scheduler.nodes.process_group import ProcessGroup, init_processes
 
 OPTIONS = {"block_size": "4"}
@@ -86,11 +89,18 @@ def join(group: ProcessGroup) -> None:
     group.join(OPTIONS)
 
 
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def fails(message: str) -> Any:
     return pytest.raises(GroupError, match=f"^{message}$")
 
 
-@pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
+with_and_without_secret = pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
+
+
+@with_and_without_secret
 def test_all_receive_each_call(others, secret):
     found: dict[int, list[Call]] = {}
     for process in (1, 2):
@@ -238,10 +248,12 @@ def test_a_process_that_is_late(others):
             release.set()
 
 
-def test_an_error_of_process_0_ends_the_others(others):
-    others.start(1, follow)
-    others.start(2, follow)
-    with suppress(KeyError), ProcessGroup(timeout_s=LATE_S) as group:
+@with_and_without_secret
+def test_an_error_of_process_0_ends_the_others(others, secret):
+    """Its last message is heard, also through the gate."""
+    others.start(1, follow, secret=secret)
+    others.start(2, follow, secret=secret)
+    with suppress(KeyError), ProcessGroup(secret=secret, timeout_s=LATE_S) as group:
         group.join(OPTIONS)
         raise KeyError("request")
     others.end()
@@ -296,8 +308,8 @@ def test_addresses_that_cannot_be_used(others):
     with pytest.raises(ChannelAddressError, match=r"^0.0.0.0:0 can be reached from other machines"):
         ProcessGroup("0.0.0.0:0")
     taken = zmq.Context()
-    socket = taken.socket(zmq.ROUTER)
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    router = taken.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
     with pytest.raises(ChannelAddressError, match=rf"^cannot bind 127.0.0.1:{port}: Address alr"):
         ProcessGroup(f"127.0.0.1:{port}")
     taken.destroy(linger=0)
@@ -314,6 +326,24 @@ def test_another_secret(others, theirs):
     assert re.fullmatch(
         r"process 0 at 127.0.0.1:\d+ (has another secret, or none|is lost)", others.errors[1]
     )
+
+
+def test_strangers_without_the_secret(others):
+    """They take no more than the gate grants, and a process that comes after them joins."""
+    before = num_files()
+    with ExitStack() as strangers, ProcessGroup(secret=SECRET, timeout_s=LATE_S) as group:
+        host, _, port = group.address.rpartition(":")
+        for _ in range(3 * MAX_UNPROVEN):
+            strangers.enter_context(socket.create_connection((host, int(port)), timeout=LATE_S))
+        for process in (1, 2):
+            others.start(process, follow, secret=SECRET)
+        group.join(OPTIONS)
+        assert group._gate is not None and len(group._gate._unproven) <= MAX_UNPROVEN
+        group.tell("draw")
+        group.wait(())
+    others.end()
+    assert others.errors == {}
+    assert num_files() == before
 
 
 def test_a_message_of_somebody_else(others):

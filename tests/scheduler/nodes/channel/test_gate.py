@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Final
 
 import pytest
+import zmq
 
 from radixkv.scheduler.handoff import Ack, AttemptKey, Header
 from radixkv.scheduler.nodes.channel import (
@@ -26,6 +27,7 @@ from radixkv.scheduler.nodes.channel import (
 )
 from radixkv.scheduler.nodes.channel import gate as gates
 from radixkv.scheduler.nodes.channel.codec import MAX_FRAME_BYTES
+from radixkv.scheduler.nodes.channel.curve import CurveKeys
 from radixkv.scheduler.nodes.channel.gate import FILES_PER_CONNECTION, MAX_UNPROVEN, Gate
 
 from ....readable import readable
@@ -276,6 +278,20 @@ def test_large_messages_pass_in_parts(nodes: ExitStack, monkeypatch: pytest.Monk
         assert time.monotonic() < end
     assert [packet.message for packet in packets] == [ACK]
     assert sum(d.stats().dropped.values()) == 1
+
+
+def test_what_the_inbox_says_last_passes_before_the_gate_closes() -> None:
+    context, keys, words = zmq.Context(), CurveKeys(SECRET), bytes(1 << 25)
+    inbox, peer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    gate = Gate.bind(inbox, keys, None, "127.0.0.1:0", max_connections=1)
+    keys.guard(peer, is_server=False)
+    peer.connect(f"tcp://{gate.address}")
+    peer.send(b"here")
+    inbox.send_multipart([inbox.recv_multipart()[0], words])
+    inbox.close(linger=round(LATE_S * 1000))
+    gate.close(drain_s=LATE_S)
+    assert peer.poll(round(LATE_S * 1000)) and peer.recv() == words
+    context.destroy(linger=0)
 
 
 def test_a_gate_that_has_crashed_is_an_error(nodes: ExitStack) -> None:
