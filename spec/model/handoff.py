@@ -260,6 +260,26 @@ def cut_and_join(
     return content
 
 
+class Torn(tuple[int, ...]):
+    """The content of a block whose shards differ: as many tokens as all of them agree on.
+
+    Attributes:
+        shards: the content of each shard, that is of some of the heads.
+    """
+
+    shards: tuple[Tokens, ...]
+
+
+def join_shards(shards: Sequence[Tokens]) -> Tokens:
+    """Return the content of a block from that of each of its shards."""
+    if len(set(shards)) == 1:
+        return shards[0]
+    columns = zip(*shards, strict=False)
+    torn = Torn(each[0] for each in takewhile(lambda each: len(set(each)) == 1, columns))
+    torn.shards = tuple(shards)
+    return torn
+
+
 class Memory:
     """The prefix whose KV each block of a tier holds, in each group of layers."""
 
@@ -277,6 +297,20 @@ class Memory:
         require(is_equal, rules.X8, "{} blocks are sent into {}", len(content), len(blocks))
         for block, each in zip(blocks, content, strict=True):
             self.content[block, group] = each
+
+    def put_piece(
+        self,
+        blocks: Sequence[int],
+        group: int,
+        content: Sequence[Tokens],
+        shard: int,
+        num_shards: int,
+    ) -> None:
+        """Overwrite one of the shards of some blocks."""
+        for block, before, each in zip(blocks, self.at(blocks, group), content, strict=True):
+            shards = [*before.shards] if isinstance(before, Torn) else [before] * num_shards
+            shards[shard] = each
+            self.content[block, group] = join_shards(shards)
 
     def write(
         self, table: Sequence[int], num_shared: int, tokens: Tokens, start: int, group: int
@@ -476,6 +510,12 @@ class _Grant(NamedTuple):
     prompt: Tokens
 
 
+class _Pull(NamedTuple):
+    attempt: str
+    group: int
+    blocks: frozenset[int]
+
+
 class Asked(NamedTuple):
     """A request that asks for the first time.
 
@@ -525,6 +565,46 @@ class DecodeModel(NodeModel):
     _newest: dict[str, tuple[int, int]] = field(default_factory=dict)  # attempt and when
     _decoding: set[str] = field(default_factory=set)
     _asked: dict[str, Asked] = field(default_factory=dict)
+    _pulls: dict[Hashable, _Pull] = field(default_factory=dict)  # those that may write
+    _lacking: dict[str, set[Hashable]] = field(default_factory=dict)  # parts, by attempt
+
+    # Pulls
+
+    def pulls(self, key: Hashable, attempt: str, blocks: Sequence[int], group: int) -> None:
+        """D begins to pull a part into some blocks, in one group of layers."""
+        why = "{} is pulled into blocks {}, as {} is"
+        for each in self._pulls.values():
+            both = sorted(each.blocks.intersection(blocks))
+            is_other = (each.attempt, each.group) != (attempt, group)
+            may_share = not both or (each.attempt == attempt and is_other)
+            require(may_share, rules.X33, why, attempt, both, each.attempt)
+        super().filled(blocks, attempt)
+        self._pulls[key] = _Pull(attempt, group, frozenset(blocks))
+        self._lacking.setdefault(attempt, set()).add(key)
+
+    def pulled(self, key: Hashable) -> None:
+        """A pull has ended well: all pieces have arrived, and it writes no more."""
+        self._lacking.get(self._pulls.pop(key).attempt, set()).discard(key)
+
+    def fenced(self, key: Hashable) -> None:
+        """A pull that has failed or was cancelled writes no more."""
+        self._pulls.pop(key, None)
+
+    def filled(self, blocks: Sequence[int], source: str) -> None:
+        """See `NodeModel.filled`."""
+        self._check_writers(source, blocks)
+        super().filled(blocks, source)
+
+    def launched(self, tables: dict[str, Sequence[int]]) -> None:
+        """See `NodeModel.launched`."""
+        for attempt, table in tables.items():
+            self._check_writers(attempt, table)
+        super().launched(tables)
+
+    def _check_writers(self, user: str, blocks: Sequence[int]) -> None:
+        for each in self._pulls.values():
+            both = sorted(each.blocks.intersection(blocks))
+            require(not both, rules.X33, "{} uses blocks {} of a pull of {}", user, both, each[0])
 
     def asked(self, attempt: str, num_stored: int, faults: int, now: int) -> None:
         """P asks for an attempt, perhaps again."""
@@ -585,9 +665,12 @@ class DecodeModel(NodeModel):
         """D gives a grant up."""
         if self.is_granted(attempt, number):
             del self._grants[attempt]
+            self._lacking.pop(attempt, None)
 
     def started(self, attempt: str) -> None:
         """D has received all of a prompt."""
+        lacking = len(self._lacking.pop(attempt, ()))
+        require(not lacking, rules.X32, "{} starts, and lacks {} parts", attempt, lacking)
         self._grants.pop(attempt, None)
         self._decoding.add(attempt)
 

@@ -166,5 +166,18 @@ X31: Final = rule(
     "A gateway ends a preempted attempt before it begins the one that goes on with its tokens.",
 )
 
+# A part travels in pieces
+
+X32: Final = rule(
+    "X32 part-arrives-whole",
+    "A part has arrived when all of its pieces have, such as the heads of each shard, and no "
+    "attempt starts without a part that is on its way or has failed.",
+)
+X33: Final = rule(
+    "X33 late-writer-keeps-blocks",
+    "A block that a pull may write, even one that has failed or was cancelled, is used for nothing "
+    "else.",
+)
+
 HANDOFF_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))
 """Every rule above, in order."""

@@ -14,6 +14,7 @@ from radixkv.spec.model.handoff import (
     Published,
     Request,
     Requests,
+    Torn,
     tagged,
     untagged,
 )
@@ -40,6 +41,8 @@ from radixkv.spec.rules.handoff import (
     X29,
     X30,
     X31,
+    X32,
+    X33,
 )
 from radixkv.spec.rules.rule import Rule, Violation
 
@@ -184,6 +187,24 @@ def test_a_read_finds_what_was_written_for_its_prefix() -> None:
     memory.read([7], PROMPT[:2], 0, "r1")
 
 
+def test_a_block_is_read_when_all_of_its_shards_are_written() -> None:
+    memory = Memory(block_size=2)
+    memory.put([7, 8], 0, [(1, 9), (1, 9, 9)])
+    content = [PROMPT[:2], PROMPT[:4]]
+    for shard in (2, 0):
+        memory.put_piece([7, 8], 0, content, shard, num_shards=3)
+        assert memory.at([7, 8], 0) == [(1,), (1,)]  # what all shards have in common
+        with breaks(X8):
+            memory.read([7], PROMPT[:2], 0, "r1")
+    torn = memory.content[7, 0]
+    assert isinstance(torn, Torn) and torn.shards == (PROMPT[:2], (1, 9), PROMPT[:2])
+    memory.put_piece([7, 8], 0, content, 1, num_shards=3)
+    memory.read([7, 8], PROMPT[:4], 0, "r1")
+    memory.put_piece([8], 0, [(4, 4)], 1, num_shards=2)
+    memory.write([7, 8], 1, PROMPT[:4], 0, group=0)  # a step writes all shards
+    memory.read([7, 8], PROMPT[:4], 0, "r1")
+
+
 def test_kv_of_another_namespace_is_other_kv() -> None:
     assert untagged(tagged(1, PROMPT)) == (1, PROMPT) and untagged(()) == (0, ())
     memory = Memory(block_size=2)
@@ -322,6 +343,55 @@ def test_blocks_of_steps_in_flight_are_kept() -> None:
     model.completed()
     model.kept(0)
     model.filled([4], "the host")
+
+
+def test_an_attempt_starts_when_all_of_its_pulls_have_ended_well() -> None:
+    model = decode_model()
+    model.granted("r1.1.1", 1, 0, PROMPT, now=0)
+    for part in (0, 1):
+        model.pulls(part, "r1.1.1", [3, 4], group=part)
+    model.pulled(0)
+    with breaks(X32):
+        model.started("r1.1.1")
+    for number, may_start in ((9, False), (1, True)):  # 9: another grant
+        model = decode_model()
+        model.granted("r1.1.1", 1, 0, PROMPT, now=0)
+        model.pulls("failed", "r1.1.1", [3, 4], group=0)
+        model.fenced("failed")
+        model.gave_up("r1.1.1", number)
+        model.granted("r1.1.1", 2, 0, PROMPT, now=0)
+        model.pulls("again", "r1.1.1", [3, 4], group=0)
+        model.pulled("again")
+        if may_start:
+            model.started("r1.1.1")
+        else:
+            with breaks(X32):
+                model.started("r1.1.1")
+
+
+def test_blocks_of_a_pull_that_may_write_are_used_for_nothing_else() -> None:
+    model = decode_model()
+    model.pulls("late", "r1.1.1", [3, 4], group=0)
+    model.pulls("other layers", "r1.1.1", [3, 4], group=1)
+    model.gave_up("r1.1.1", 1)  # it is not fenced
+    model.launched({"r2.1.1": [5, 6]})
+    model.filled([7], "the host")
+    for group, attempt in ((0, "r1.1.1"), (0, "r2.1.1"), (1, "r2.1.1"), (2, "r2.1.1")):
+        with breaks(X33):
+            model.pulls("next", attempt, [2, 4], group)
+    with breaks(X33):
+        model.launched({"r2.1.1": [5, 3]})
+    with breaks(X33):
+        model.filled([4], "the host")
+    model.fenced("late")
+    model.fenced("late")
+    with breaks(X33):
+        model.filled([4], "the host")
+    model.fenced("other layers")
+    model.filled([4], "the host")
+    with breaks(X14):
+        model.pulls("next", "r3.1.1", [5], 0)
+    model.launched({"r2.1.1": [5, 3]})
 
 
 def test_an_end_is_reported_once_after_the_last_step() -> None:

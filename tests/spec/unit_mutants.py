@@ -87,7 +87,7 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "scheduler/nodes/transport/staging.py": _tests(_TRANSPORT, "staging"),
     "scheduler/nodes/transport/storage_engine.py": _tests(_TRANSPORT, "storage_engine"),
     "scheduler/nodes/transport/transfer_table.py": _tests(
-        _TRANSPORT, "storage_engine", "nixl_engine", "processes"
+        _TRANSPORT, "transfer_table", "storage_engine", "nixl_engine", "processes"
     ),
     "kernels/block_copy/xla.py": _tests(_KERNELS, "block_copy"),
     "kernels/kv_write/xla.py": _tests(_KERNELS, "kv_write"),

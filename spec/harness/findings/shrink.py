@@ -22,7 +22,7 @@ NUM_CASES: Final = 100
 
 SMALLEST: Final = {"num_blocks": 1, "block_size": 1, "max_running": 1, "alphabet": 1,
                    "host_blocks": 1, "prefill_blocks": 1, "decode_blocks": 1, "num_prefill": 1,
-                   "num_decode": 1, "num_groups": 1}  # fmt: skip
+                   "num_decode": 1, "num_groups": 1, "num_shards": 1}  # fmt: skip
 """Sizes of a configuration that shrinking reduces."""
 
 

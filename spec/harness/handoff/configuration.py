@@ -23,6 +23,9 @@ PRESSURE: Final = ("submit", "cancel", "tick", "evict", "compute")
 """Operations that end attempts and use their blocks for others."""
 
 
+PIECES: Final = ("deliver", "compute", "pull_write", "pull_end")
+"""Operations by which many pieces of pulls arrive, or do not."""
+
 AMPLE_HOST: Final = 400
 """Blocks of a host tier that never drops any."""
 
@@ -68,12 +71,17 @@ def draw_config(below: Below) -> Config:
             }  # fmt: skip
     if not config.get("storage") and below(3) == 0:
         config["decode_block_size"] = 1 + below(4)
+    if below(2):
+        config["num_shards"] = 2 + below(2)
     factors = [(1, 10, 10, 10, 30)[below(5)] for _ in FAVOURED]
     config["rare"] = [word for word, each in zip(FAVOURED, factors, strict=True) if each == 1]
     config["often"] = [word for word, each in zip(FAVOURED, factors, strict=True) if each == 30]
     if below(3) == 0:  # pulls outlive their attempts
         config["rare"] = sorted({*config["rare"], *ENDS} - {*PRESSURE})
         config["often"] = sorted({*config["often"], *PRESSURE} - {*ENDS})
+    if config.get("num_shards") and below(2):
+        config["rare"] = sorted({*config["rare"]} - {*PIECES})
+        config["often"] = sorted({*config["often"], *PIECES})
     return config
 
 

@@ -213,7 +213,7 @@ def fair_round(world: HandoffState, *, mends: bool = True) -> Iterator[Operation
     for transfer in world.transfers[:]:
         if not world.is_severed(transfer.node, transfer.peer):
             yield ["pull_write", transfer.name]
-            yield ["pull_end", transfer.name, transfer.written, True]
+            yield ["pull_end", transfer.name, transfer.is_whole, True]
         if transfer in world.transfers:  # it had ended unfenced, or hangs
             yield ["pull_fence", transfer.name]
     for attempt in [attempt for node in world.live() for attempt in node.withdrawn]:

@@ -109,11 +109,13 @@ def _act(world: HandoffState, node: LiveNode, action: Action) -> None:
             node.withdrawn.append(attempt)
         case Pull(peer, part, blocks, group, num_skipped):
             world.model.pulled(node.name, part.key)
-            node.model.filled(blocks, part.attempt)
+            node.decode_model.pulls(part.key, part.attempt, blocks, group)
             world.situations["block sent"] += len(blocks)
             name = world.unique(f"{part.attempt}.part{part.number}")
             world.transfers.append(
-                Transfer(name, node.name, peer, part, list(blocks), group, num_skipped)
+                Transfer(
+                    name, node.name, peer, part, list(blocks), group, num_skipped, world.num_shards
+                )
             )
         case CancelPull(part):
             for transfer in world.transfers:

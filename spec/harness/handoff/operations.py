@@ -16,7 +16,8 @@
 ``decode d0``                                   D plans a step, or computes the first in flight if
                                                 it can plan none
 ``complete d0``                                 D computes the first step in flight
-``pull_write t``                                the bytes of a pull are written, maybe again
+``pull_write t n``                              the n-th piece of a pull is written, maybe again;
+                                                without n, or with 0, all pieces are
 ``pull_end t ok fenced``                        a pull ends; well only if its bytes are written
 ``pull_fence t``, ``offer_fence attempt``       a pull can no longer write; an offer is withdrawn
 ``hang t``                                      a pull does not end until D cancels it
@@ -357,34 +358,53 @@ def spoil(world: HandoffState, name: str) -> bool:
     return True
 
 
-def pull_write(world: HandoffState, name: str) -> bool:
-    """The bytes of a pull are written."""
+def pull_write(world: HandoffState, name: str, piece: int = 0) -> bool:
+    """A piece of a pull is written; 0: all of them."""
     transfer = _find(world.transfers, name)
     content = None if transfer is None else _source(world, transfer)
     if transfer is None or content is None or world.is_severed(transfer.node, transfer.peer):
         return False
+    if piece > transfer.num_pieces:
+        return False
     device = _puller(world, transfer).model.device
     sizes = world.block_size, transfer.num_skipped, device.block_size
-    device.put(transfer.blocks, transfer.group, cut_and_join(content, *sizes))
+    joined = cut_and_join(content, *sizes)
+    if piece:
+        place = transfer.blocks, transfer.group
+        device.put_piece(*place, joined, piece - 1, transfer.num_pieces)
+        world.situations["late piece"] += transfer.may_fence
+        world.situations["repeated piece"] += piece - 1 in transfer.arrived
+    else:
+        device.put(transfer.blocks, transfer.group, joined)
     world.situations["late write"] += transfer.may_fence
-    transfer.written = True
+    transfer.arrived |= {piece - 1} if piece else set(range(transfer.num_pieces))
     return True
 
 
 def pull_end(world: HandoffState, name: str, ok: bool, fenced: bool) -> bool:
     """A pull ends; one that is not fenced may still write."""
     transfer = _find(world.transfers, name)
-    if transfer is None or transfer.ended or transfer.hangs or (ok and not transfer.written):
+    if transfer is None or transfer.ended or transfer.hangs or (ok and not transfer.is_whole):
         return False
     if ok or fenced:
         world.transfers.remove(transfer)
     transfer.ended = transfer.may_fence = True
-    target = _puller(world, transfer).decode
+    puller = _puller(world, transfer)
     if ok:
-        target.pulled(transfer.part)
-    else:
-        target.pull_failed(transfer.part, fenced)
+        puller.decode_model.pulled(transfer.part.key)
+        puller.decode.pulled(transfer.part)
+        return True
+    world.situations["piece failed"] += transfer.is_torn
+    if fenced:
+        _fence(world, transfer)
+    puller.decode.pull_failed(transfer.part, fenced)
     return True
+
+
+def _fence(world: HandoffState, transfer: Transfer) -> None:
+    """A pull writes no more."""
+    world.situations["piece never came"] += transfer.is_torn
+    _puller(world, transfer).decode_model.fenced(transfer.part.key)
 
 
 def hang(world: HandoffState, name: str) -> bool:
@@ -402,6 +422,7 @@ def pull_fence(world: HandoffState, name: str) -> bool:
     if transfer is None or not transfer.may_fence:
         return False
     world.transfers.remove(transfer)
+    _fence(world, transfer)
     _puller(world, transfer).decode.pull_fenced(transfer.part)
     return True
 
@@ -647,9 +668,21 @@ def several_links(world: HandoffState, name: str, below: Below) -> list[int]:
     return [below(16) for _ in range(below(8))]
 
 
+def piece(world: HandoffState, name: str, below: Below) -> int:
+    """All pieces of a pull, or the number of one of them."""
+    return below(world.num_shards + 1) if world.num_shards > 1 else 0
+
+
 def often(bound: int) -> Callable[[HandoffState, str, Below], bool]:
     """True, but for one in `bound` cases."""
     return lambda world, name, below: below(bound) != bound - 1
+
+
+def ends_well(world: HandoffState, name: str, below: Below) -> bool:
+    """True, but for one in ten cases, or one in two if only some pieces have arrived."""
+    transfer = _find(world.transfers, name)
+    is_torn = transfer is not None and transfer.is_torn
+    return often(2 if is_torn else 10)(world, name, below)
 
 
 def ticks(world: HandoffState, name: str, below: Below) -> int:
@@ -674,9 +707,9 @@ HANDOFF_TABLE: Final[Table[HandoffState]] = Table(groups, [
     Operation("compute", compute, 40, "prefill work", _NAME),
     Operation("decode", decode, 36, "decode work", _NAME),
     Operation("complete", complete, 6, "decode steps", _NAME),
-    Operation("pull_write", pull_write, 44, "pulls", _NAME),
+    Operation("pull_write", pull_write, 44, "pulls", {"name": name_drawn, "piece": piece}),
     Operation("pull_end", pull_end, 40, "open pulls",
-              {"name": name_drawn, "ok": often(10), "fenced": often(2)}),
+              {"name": name_drawn, "ok": ends_well, "fenced": often(2)}),
     Operation("pull_fence", pull_fence, 6, "fenceable pulls", _NAME),
     Operation("hang", hang, 2, "open pulls", _NAME),
     Operation("offer_fence", offer_fence, 4, "withdrawn", _NAME),

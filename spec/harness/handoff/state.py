@@ -85,7 +85,8 @@ class Transfer:
 
     Attributes:
         node, peer: D, and P.
-        written: whether its bytes were written.
+        num_pieces: pieces in which it travels.
+        arrived: pieces whose bytes were written.
         ended: whether its end was reported to D.
         hangs: whether it ends only when it is cancelled.
         may_fence: whether it has ended or was cancelled.
@@ -100,11 +101,22 @@ class Transfer:
     blocks: list[int]
     group: int
     num_skipped: int
-    written: bool = False
+    num_pieces: int
+    arrived: set[int] = field(default_factory=set)
     ended: bool = False
     hangs: bool = False
     may_fence: bool = False
     crashed_source: list[Tokens] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all pieces have arrived."""
+        return len(self.arrived) == self.num_pieces
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether some pieces have arrived, and others have not."""
+        return bool(self.arrived) and not self.is_whole
 
 
 @dataclass(eq=False)
@@ -164,6 +176,12 @@ class LiveNode:
         """The same, of a decode node."""
         return cast("DecodeNode", self.target)
 
+    @property
+    def decode_model(self) -> DecodeModel:
+        """The model of a decode node."""
+        assert isinstance(self.model, DecodeModel), f"{self.name} is no decode node"
+        return self.model
+
     def num_cached(self, kv: Tokens) -> int:
         """Return how many leading tokens of a prompt's KV the device has published."""
         namespace, tokens = untagged(kv)
@@ -185,6 +203,7 @@ class HandoffState(ABC):
             arrive again; None if it is not known yet.
         storage: contents of each value, by name; all groups of layers of a block.
         num_lost: number of values that storage has lost.
+        num_shards: pieces of a part, each with some of the heads of its blocks.
         model: requests and their attempts.
         situations: number of events, by kind.
     """
@@ -195,6 +214,7 @@ class HandoffState(ABC):
         self.block_size: int = config["block_size"]
         self.decode_block_size: int = config.get("decode_block_size") or self.block_size
         self.num_groups: int = config["num_groups"]
+        self.num_shards: int = config.get("num_shards", 1)
         self.now = 0
         self.in_tick = False
         self.network: list[Envelope] = []

@@ -35,6 +35,8 @@ BITES: Final = {
     "stored-is-not-sent": "D grants before storage has answered",
     "moved-goes-on": "the next attempt of a moved request lacks a token",
     "left-before-moved": "two decode nodes run a moved request",
+    "part-arrives-whole": "a part that failed counts as arrived",
+    "late-writer-keeps-blocks": "D releases a grant before its pulls are fenced",
     "one-pair-is-enough": "two broken pairs take turns for ever",
 }
 """Name of the bug, by the name of the rule without its code."""

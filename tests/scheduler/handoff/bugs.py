@@ -88,6 +88,14 @@ BUGS: Final = [
         ("if commit is None or attempt.pulls or len(", "if commit is None or len("),
     ),
     bug(
+        "a part that failed counts as arrived",
+        D,
+        (
+            'self._give_up(attempt, f"part {part_id.part} could not be pulled: {reason}")',
+            "attempt.pulls.pop(part_id.part, None)\n            self._start_if_complete(attempt)",
+        ),
+    ),
+    bug(
         "a repeated COMMIT starts twice",
         D,
         (

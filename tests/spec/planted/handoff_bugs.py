@@ -21,7 +21,6 @@ _NAMES: Final = dict.fromkeys(
     (
         *BITES.values(),
         "D publishes nothing",
-        "D releases a grant before its pulls are fenced",
     )
 )
 

@@ -1,0 +1,178 @@
+"""A part that arrives in pieces: it is received when all have arrived, and otherwise not at all."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import pytest
+from hypothesis import find, given, settings
+from hypothesis import strategies as st
+
+from radixkv.scheduler.handoff import AttemptKey, PartId
+from radixkv.scheduler.nodes.transport import (
+    Event,
+    Fault,
+    PullFailed,
+    PullInfo,
+    Received,
+    describe,
+    transfer_table,
+)
+from radixkv.scheduler.nodes.transport.descriptors import digest_arrays, make_digest_key
+from radixkv.scheduler.nodes.transport.transfer_engine import EnginePull, PullError
+from radixkv.scheduler.nodes.transport.transfer_table import PullEntry
+
+NUM_PIECES: Final = 3
+PART: Final = PartId(AttemptKey("r1", 1), epoch=1, peer_epoch=1, grant=1, part=0)
+OFFERED: Final = tuple(np.arange(4, dtype=np.int32) + 10 * n for n in range(NUM_PIECES))
+"""An array for each piece, as of the heads of one shard."""
+
+
+class Arrives(NamedTuple):
+    """A piece is written, perhaps again, and perhaps with other bytes."""
+
+    piece: int
+    is_right: bool = True
+
+
+Step: TypeAlias = Arrives | Literal["fails", "is cancelled", "nothing"]
+
+STEPS: Final = st.lists(
+    st.builds(Arrives, st.integers(0, NUM_PIECES - 1), st.sampled_from([True, True, True, False]))
+    | st.sampled_from(["fails", "is cancelled", "nothing"]),
+    max_size=10,
+)
+
+
+class ScriptedPull(EnginePull):
+    """A pull into memory that the test writes.
+
+    Attributes:
+        written: pieces that have arrived.
+        state: "running", "free" or "abandoned".
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self.arrays = tuple(np.zeros_like(each) for each in OFFERED)
+        self.digest_key = key
+        self.written: set[int] = set()
+        self.has_failed = False
+        self.state = "running"
+
+    def advance(self) -> int:
+        if self.has_failed:
+            raise PullError(Fault.FAILED, "a piece is lost")
+        return next((n for n in range(NUM_PIECES) if n not in self.written), NUM_PIECES)
+
+    def free(self) -> None:
+        assert self.state == "running"
+        self.state = "free"
+
+    def abandon(self) -> None:
+        assert self.state == "running"
+        self.state = "abandoned"
+
+
+class Engine:
+    """An engine with one pull."""
+
+    room, maintain_every_s = "room", None
+
+    def __init__(self, pull: ScriptedPull) -> None:
+        self._pull = pull
+
+    def pull(self, *arguments: object) -> ScriptedPull:
+        return self._pull
+
+
+def check(steps: Sequence[Step], module: ModuleType = transfer_table) -> None:
+    """Run a pull, and compare its end with what has arrived until then."""
+    key = make_digest_key()
+    layout, digests = describe(OFFERED, num_blocks=1), digest_arrays(OFFERED, key)
+    pull = ScriptedPull(key)
+    table = module.TransferTable(Engine(pull))
+    table.pull(PART, PullEntry(PullInfo(PART, layout, digests, "x", b"", key), layout, math.inf))
+    table.step()
+    first: dict[int, bool] = {}  # whether each piece was right when it arrived
+    expected: list[object] = []
+    for step in steps:
+        match step:
+            case Arrives(piece, is_right) if piece not in first or is_right == first[piece]:
+                pull.arrays[piece][:] = OFFERED[piece] + (not is_right)
+                pull.written.add(piece)
+                first[piece] = is_right
+            case "fails":
+                pull.has_failed = True
+            case "is cancelled":
+                table.cancel(PART)
+        table.step()
+        if not expected:
+            if step == "is cancelled":
+                expected = [Fault.CANCELLED]
+            elif pull.has_failed:
+                expected = [Fault.FAILED]
+            elif len(first) == NUM_PIECES:
+                expected = [Received] if all(first.values()) else [Fault.CORRUPT]
+        events: list[Event] = table._events
+        assert [outcome(each) for each in events] == expected
+        # Until a pull that has failed is fenced, its memory is neither used nor free.
+        is_failed = bool(expected) and expected != [Received]
+        assert pull.state == ("abandoned" if is_failed else "running")
+    if expected == [Received]:
+        table.release(PART)
+        assert pull.state == "free"
+
+
+def outcome(event: Event) -> object:
+    return event.fault if isinstance(event, PullFailed) else type(event)
+
+
+@given(STEPS)
+def test_a_part_is_received_when_all_of_its_pieces_are(steps: list[Step]) -> None:
+    check(steps)
+
+
+BUGS: Final = {
+    "a part is received with its first piece": (
+        "and pull.num_arrived == len(pull.expected.arrays):",
+        "and pull.num_arrived:",
+    ),
+    "the last piece is not waited for": (
+        "and pull.num_arrived == len(pull.expected.arrays):",
+        "and pull.num_arrived >= len(pull.expected.arrays) - 1:",
+    ),
+    "pieces are not compared": ("if num_arrived == len(running.arrays) and", "if False and"),
+    "a pull that fails gives its memory back": (
+        "                pull.running.abandon()\n",
+        "                pull.running.free()\n",
+    ),
+    "a pull that fails goes on": (
+        "            del self._pulls[failed.part_id]  # now",
+        "            pass  # now",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, (old, new) = inspect.getsource(transfer_table), BUGS[name]
+    assert source.count(old) == 1, "write the bug anew"
+    module = ModuleType("planted_table")
+    module.__package__ = transfer_table.__package__
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # its dataclasses look it up
+    exec(compile(source.replace(old, new), name, "exec"), vars(module))
+
+    def is_broken(steps: list[Step]) -> bool:
+        try:
+            check(steps, module)
+        except Exception:
+            return True
+        return False
+
+    assert find(STEPS, is_broken, settings=settings(max_examples=1000, database=None))
