@@ -188,6 +188,51 @@ def test_a_fetch_from_storage_and_a_load_are_stages(compiled, model, tmp_path, m
         assert times == sorted(filter(None, times))
 
 
+def test_each_interval_and_latency_lies_between_two_stages():
+    """All times are powers of 2, so that each difference tells which two it is of."""
+    now_s, spans = 0, Spans()
+    engine: Any = SimpleNamespace(observe=lambda _: None)
+    tracer = EngineTracer(engine, tracer_provider=spans.provider, clock_ns=lambda: now_s * 10**9)
+    request = Request("r", [1], 4)
+    changes: list[dict[str, Any]] = [
+        {"prefetch": SimpleNamespace(done=False)},  # the step that fetches
+        {"lease": SimpleNamespace()},  # the one that gives it blocks, which it loads
+        {"has_begun": True},
+        {"output_tokens": [7]},
+    ]
+    now_s = 1
+    tracer.request_submitted(request)
+    for step, change in enumerate(changes):
+        now_s = 2 * 4**step
+        tracer.step_begins()
+        for name, value in change.items():
+            setattr(request, name, value)
+        now_s *= 2
+        tracer.step_ended(engine, [request])
+    now_s = 512
+    tracer.request_ended(request, "stop")
+    [span] = spans.requests()
+    seconds = [
+        (each.name, each.start_time // 10**9, each.end_time // 10**9)  # type: ignore[operator]
+        for each in spans.children(span)
+    ]
+    assert seconds == [
+        ("queued", 1, 8), ("fetch", 2, 8), ("load", 8, 32), ("prefill", 32, 256),
+        ("decode", 256, 512),
+    ]  # fmt: skip
+    prefix = "gen_ai.latency."
+    assert span.attributes is not None
+    found = {name: value for name, value in span.attributes.items() if name.startswith(prefix)}
+    assert found == {
+        f"{prefix}time_in_queue": 32 - 1,
+        f"{prefix}time_to_first_token": 256 - 1,
+        f"{prefix}e2e": 512 - 1,
+        f"{prefix}time_in_model_prefill": 256 - 32,
+        f"{prefix}time_in_model_decode": 512 - 256,
+        f"{prefix}time_in_model_inference": 512 - 32,
+    }
+
+
 def test_a_request_that_is_not_sampled_is_forgotten(compiled):
     spans = Spans(ALWAYS_OFF)
 

@@ -34,7 +34,7 @@ from radixkv.scheduler.handoff import (
 from radixkv.scheduler.handoff.records import pack_records
 from radixkv.scheduler.request import TokenLogprob
 
-from .decode_harness import actions, ask, refusal, scheduler, send, start, step
+from .decode_harness import actions, ask, hand_over, refusal, scheduler, send, start, step
 from .worlds import SteppedWorld
 
 # What it does with what has arrived
@@ -175,6 +175,33 @@ def test_a_newer_attempt_may_start_while_the_step_of_an_older_one_runs() -> None
         step(d)
     assert [each.key.attempt for each in actions(d) if isinstance(each, Finished)] == [2]
     assert d.num_open == 0
+
+
+@pytest.mark.parametrize("older", ["in a step", "in quarantine"])
+@pytest.mark.parametrize("newer", ["receiving", "running"])
+def test_an_abort_ends_every_attempt(older: str, newer: str) -> None:
+    d = scheduler()
+    plan = pull = None
+    if older == "in a step":
+        start(d, "a", 4, 5)
+        plan = d.schedule()
+    else:
+        granted = ask(d, "a", 4, 5)
+        first = Header(granted.header.key, 5, 1, granted.header.grant)
+        d.receive("p0", Send(first, 0, granted.first_block, 1, 0))
+        [pull] = [each for each in actions(d) if isinstance(each, Pull)]
+    granted = ask(d, "a", 4, 5, attempt=2)
+    if newer == "running":
+        hand_over(d, granted, 4)
+    assert d.abort("a")
+    if plan is not None:
+        d.update(plan, [1])
+    if pull is not None:
+        d.pull_fenced(pull.part_id)
+    assert d.num_open == 0 and not d.has_work and not d.abort("a")
+    d.receive("p0", Commit(Header(granted.header.key, 5, 1, granted.header.grant), 0, 9, 4, Hits()))
+    assert d.num_open == 0 and d.manager.stats().live_leases == 0
+    d.manager.check()
 
 
 # Several steps in flight

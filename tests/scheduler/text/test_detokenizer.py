@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from radixkv.scheduler.text import Detokenizer
 from radixkv.scheduler.text.output_text import OutputText
@@ -19,6 +19,16 @@ from radixkv.scheduler.text.stop_strings import StopStrings
 from ...tokenizers import TEXTS, byte_fallback, byte_level, words
 
 MAKERS = {make.__name__: functools.cache(make) for make in (byte_level, byte_fallback, words)}
+ADDED = ("<think>", "</think>", "é🙂")
+"""Added tokens that are not special, as those of Qwen 3: they have text."""
+
+
+@functools.cache
+def with_added(kind: str) -> Tokenizer:
+    """Return a tokenizer of a kind whose vocabulary ends with `ADDED`."""
+    tokenizer = Tokenizer.from_str(MAKERS[kind]().to_str())
+    tokenizer.add_tokens([AddedToken(each, special=False, normalized=False) for each in ADDED])
+    return tokenizer
 
 
 def chunks_of(tokens: list[int], cuts: list[int]) -> list[list[int]]:
@@ -26,16 +36,19 @@ def chunks_of(tokens: list[int], cuts: list[int]) -> list[list[int]]:
     return [tokens[a:b] for a, b in pairwise(places)]
 
 
-# About half of all bytes make no valid text, and some tokens are special or unknown.
-TOKENS = st.lists(st.integers(0, 400), max_size=30)
+# About half of all bytes make no valid text, and some tokens are special, added or unknown.
+TOKENS = st.lists(st.one_of(st.integers(0, 400), st.integers(-len(ADDED), -1)), max_size=30)
 TEXT = st.text(st.sampled_from("the cache naïve 漢字🙂\n �"), max_size=20)
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 @given(tokens=TOKENS, text=TEXT, cuts=st.lists(st.integers(0, 1000), max_size=20))
+@example(tokens=[-3, -2, -1], text="", cuts=[1, 2])
 def test_increments_are_the_decoding_of_all(kind, tokens, text, cuts):
-    tokenizer = MAKERS[kind]()
-    tokens = tokens + tokenizer.encode(text).ids
+    tokenizer = with_added(kind)
+    size = tokenizer.get_vocab_size()
+    tokens = [token if token >= 0 else size + token for token in tokens]
+    tokens += tokenizer.encode(text).ids
     detokenizer = Detokenizer(tokenizer)
     before = ""
     for number, chunk in enumerate(chunks_of(tokens, cuts)):

@@ -112,6 +112,22 @@ def test_templates_have_what_those_of_transformers_have(tmp_path):
     assert rendered(tmp_path, several) == "yes"
 
 
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% if true %}\nyes\n{% endif %}\nend", "yes\nend"),  # a line of its own is no line
+        ("  {% if true %}\n  yes\n\t{% endif %}\n  end\n", "  yes\n  end"),
+        ("  {# a comment #}\nend", "end"),
+        ("a {% if true %} b {% endif %} c", "a  b  c"),  # in the middle of a line, all stays
+        ("  {{ 1 }}\n  {{ 2 }}", "  1\n  2"),
+        ("  {%- if true %}  yes  {%- endif %}  end", "  yes  end"),
+    ],
+)
+def test_white_space_around_blocks_is_what_transformers_leaves(tmp_path, template, text):
+    """Checkpoints indent their templates, and one space more makes other tokens."""
+    assert rendered(tmp_path, template) == text
+
+
 def test_variables_of_a_request_go_before_special_tokens(tmp_path):
     add_tokenizer(tmp_path, chat_template="{{ bos_token }}{{ eos_token }}")
     template = TextTokenizer(tmp_path)._template
