@@ -16,6 +16,8 @@ from .errors import ChatTemplateError
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _CONFIG_FILE = "tokenizer_config.json"
@@ -104,12 +106,23 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _compile(source: str, path: Path) -> Template:
     try:
         from jinja2 import TemplateError
+        from jinja2.ext import Extension
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise MissingExtraError(path, "jinja2", "text") from None
-    # The environment, filter and functions that transformers gives to templates.
+
+    class Generation(Extension):
+        """``{% generation %}`` around what the model wrote, a mark for training without text."""
+
+        tags = {"generation"}  # noqa: RUF012  its type in the base
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    # The environment, tag, filter and functions that transformers gives to templates.
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
 
     def raise_exception(message: str) -> None:

@@ -108,6 +108,10 @@ def test_templates_have_what_those_of_transformers_have(tmp_path):
     assert rendered(tmp_path, loop) == "a"
     assert re.fullmatch(r"20\d\d", rendered(tmp_path, "{{ strftime_now('%Y') }}"))
     assert rendered(tmp_path, "{{ eos_token }}{{ pad_token }}") == "</s>"
+    marked = (
+        "{% for m in messages %}{% generation %}{{ m.content }}!{% endgeneration %}{% endfor %}"
+    )
+    assert rendered(tmp_path, marked) == "é!"
     several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     assert rendered(tmp_path, several) == "yes"
 
