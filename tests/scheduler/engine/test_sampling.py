@@ -168,6 +168,41 @@ def test_rounding_that_changes_the_ranks_does_not_change_the_draws():
     assert draws(rising) == draws(rising[::-1]) == draws(rising, top_k=VOCABULARY)
 
 
+def test_each_draw_is_that_of_the_oracle():
+    """The likeliest kept token after the token's own noise is added, computed in float64."""
+    rows, vocabulary = 256, 40
+    random = np.random.RandomState(2)
+    logits = (3 * random.standard_normal((rows, vocabulary))).astype(np.float32)
+    fields = batch(
+        rows,
+        temperature=random.choice([0.3, 0.8, 1.0, 1.7], rows),
+        top_k=random.choice([0, 1, 2, 5, 20], rows),
+        top_p=random.choice([0.3, 0.6, 0.9, 1.0], rows),
+        seed=random.randint(0, 2**32, rows, np.uint32),
+        position=random.randint(0, 100_000, rows),
+    )
+    drawn = np.asarray(_sample(jnp.asarray(logits), fields))
+
+    def noise_of(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        return jax.random.gumbel(key, (vocabulary,))
+
+    noise = np.asarray(jax.vmap(noise_of)(fields.seed, fields.position), np.float64)
+    num_close = 0
+    for row in range(rows):
+        temperature, top_k, top_p = (float(field[row]) for field in fields[:3])
+        # The float32 sum of a nucleus may be on the other side of top_p.
+        nuclei = [kept(logits[row], temperature, int(top_k), top_p + by) for by in (-1e-5, 1e-5)]
+        scores = logits[row].astype(np.float64) / temperature + noise[row]
+        scores[[token for token in range(vocabulary) if token not in nuclei[0]]] = -np.inf
+        best, second = np.sort(scores)[:-3:-1]
+        if nuclei[0] != nuclei[1] or best - second < 1e-4:
+            num_close += 1
+        else:
+            assert drawn[row] == scores.argmax(), row
+    assert num_close < rows // 20
+
+
 def test_tokens_are_drawn_as_often_as_they_are_likely():
     counts: Counter[int] = Counter()
     for seed in range(100):
