@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,57 @@ def test_the_world_begins_again_where_the_manager_cannot_be_followed() -> None:
     assert result.finding is None and result.num_steps >= 5_000
     assert sum(times for name, times in result.situations.items() if name.startswith(MET)) > 50
     assert result.situations["admitted"] > 500
+
+
+class Steps:
+    """A subject and its world: each operation says what happens."""
+
+    def __init__(self) -> None:
+        self.situations: Counter[str] = Counter()
+
+    def configure(self, below: Any) -> dict[str, Any]:
+        return {}
+
+    def world(self, config: Any) -> Any:
+        return type(self)()
+
+    def draw(self, below: Any) -> list[Any]:
+        return ["does"]
+
+    def apply(self, operation: list[Any]) -> bool:
+        self.situations[operation[0]] += 1
+        match operation[0]:
+            case "breaks S2":
+                require(False, RULES["S2 available-is-free-plus-unused"], "")
+            case "breaks A3":
+                require(False, RULES["A3 allocate-distinct"], "")
+            case "raises":
+                raise LookupError("a manager")
+        return True
+
+
+def test_only_after_a_known_finding_may_the_manager_raise() -> None:
+    world = KnownSubject(Steps(), ["S2"]).world({})  # type: ignore[arg-type]
+    with pytest.raises(LookupError, match="a manager"):
+        world.apply(["raises"])
+    assert world.apply(["breaks S2"]) and world.apply(["raises"]) and world.apply(["does"])
+    with pytest.raises(Violation):
+        world.apply(["breaks A3"])
+
+
+def test_a_run_counts_the_situations_of_all_its_worlds() -> None:
+    class Ends(Steps):
+        case_lengths = (3,)
+        num_drains = 0
+
+        def apply(self, operation: list[Any]) -> bool:
+            Ends.num_drains += operation == ["drain"]
+            return super().apply(["breaks A3"] if Ends.num_drains == 2 else operation)
+
+    result = run(Ends(), 0, 100)
+    assert result.finding is not None and result.finding.rule == "A3 allocate-distinct"
+    assert (result.num_cases, result.num_steps) == (2, 8)
+    assert result.situations == {"does": 6, "drain": 1, "breaks A3": 1}
 
 
 def test_rules_have_two_names() -> None:
