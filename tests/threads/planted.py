@@ -146,6 +146,27 @@ BY_HAND: dict[str, tuple[Planted, ...]] = {
 """,
         ),
     ),
+    "scheduler.serving.async_engine": (
+        Planted(
+            "OutputStream._take: num_tokens is read before finish_reason",
+            find="completion.take(delivery.num_tokens, reason)",
+            replace="completion.take(delivery.num_tokens, delivery.finish_reason)",
+        ),
+        Planted(
+            "OutputStream.__anext__: the loop is set after the first look",
+            find="""            while self._live:
+                if (output := self._take()) is not None:
+                    return output
+""",
+            replace="""            while self._live:
+                consumer.loop = None
+                output = self._take()
+                consumer.loop = loop
+                if output is not None:
+                    return output
+""",
+        ),
+    ),
     "scheduler.events.publisher": (
         Planted(
             "EventPublisher._publish_all: a batch is kept after it is sent",

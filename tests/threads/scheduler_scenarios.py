@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from asyncio import _set_running_loop
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -423,6 +424,72 @@ def engine_fails(code: ModuleType) -> None:
     assert engine.closed == 1
 
 
+class Taken:
+    """What one sample has given its reader, in place of a `Completion`."""
+
+    def __init__(self, request: Prompt) -> None:
+        self._request = request
+        self._num_tokens = 0
+
+    def take(self, num_tokens: int, reason: str | None) -> SimpleNamespace | None:
+        assert num_tokens >= self._num_tokens, "tokens vanish"
+        if num_tokens == self._num_tokens and reason is None:
+            return None
+        self._num_tokens = num_tokens
+        assert reason is None or num_tokens == len(self._request.output_tokens), "tokens are lost"
+        return SimpleNamespace(finish_reason=reason)
+
+
+class ReadingLoop(Loop):
+    """An event loop whose one task reads a real `OutputStream`."""
+
+    def create_future(self) -> Any:
+        return AwaitedWaiter()
+
+    def read(self, stream: Any) -> str | None:
+        """Return the next finish reason, or "more"; None at the end."""
+        task = stream.__anext__()
+        _set_running_loop(self)  # type: ignore[arg-type]  # of this thread
+        try:
+            while True:
+                waiter = task.send(None)
+                while not waiter.done():
+                    self._calls.get(timeout=SOON_S)()
+        except StopIteration as end:
+            return end.value.finish_reason or "more"
+        except StopAsyncIteration:
+            return None
+        finally:
+            _set_running_loop(None)
+
+
+class AwaitedWaiter(Waiter):
+    def __await__(self) -> Generator[AwaitedWaiter, None, None]:
+        yield self
+
+
+def output_streams(thread_code: ModuleType, code: ModuleType) -> None:
+    """Streams of one and of two samples are read to their ends."""
+    thread = thread_code.EngineThread(FakeEngine(step_s=0.0))
+    reasons: dict[str, list[str | None]] = {}
+
+    def ask(*ids: str) -> None:
+        requests = [Prompt(each, 1 + number) for number, each in enumerate(ids)]
+        consumer = thread.submit(requests)
+        engine = SimpleNamespace(_thread=thread)
+        stream = code.OutputStream(engine, consumer, [*map(Taken, requests)], ids[0])
+        loop = ReadingLoop()
+        seen = reasons[ids[0]] = []
+        while (reason := loop.read(stream)) is not None:
+            seen.append(reason)
+
+    together(lambda: ask("one"), lambda: ask("two", "three"))
+    found = {name: [each for each in seen if each != "more"] for name, seen in reasons.items()}
+    assert found == {"one": ["length"], "two": ["length", "length"]}, reasons
+    thread.close(drain=True, timeout_s=1.0)
+    assert result_of(thread.ended, SOON_S) is True
+
+
 # The publisher of KV events
 
 
@@ -573,6 +640,7 @@ SCENARIOS = [
         Scenario(["scheduler.serving.engine_thread"], each)
         for each in (engine_thread, engine_read, engine_closes, engine_fails)
     ),
+    Scenario(["scheduler.serving.engine_thread", "scheduler.serving.async_engine"], output_streams),
     Scenario(["kvcache.events", "scheduler.events.publisher"], event_publisher),
     Scenario(["scheduler.metrics.recorder"], metrics_recorder),
     Scenario(["scheduler.engine.compilations"], compilation_counter),

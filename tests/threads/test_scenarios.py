@@ -29,6 +29,7 @@ FINDING = {
     "threaded_transport": (60, 78),
     "engine_closes": (68,),
     "engine_fails": (310,),
+    "output_streams": (73, 79),
     "event_publisher": (81,),
 }
 """Later seeds of each scenario, the first that find a planted bug on Python 3.11 (by `hunt`)."""
