@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,31 @@ def test_each_node_has_its_values_until_it_is_gone() -> None:
             assert ("radixkv:num_requests_running", "decode-1") not in seen
         last = await scrape(metrics)
         assert last == seen | {("radixkv:engine_up", ""): 0}
+
+    asyncio.run(test())
+
+
+class Confined:
+    """Nodes that only the thread of the engine may read."""
+
+    def __init__(self, nodes: Any) -> None:
+        self._nodes = nodes
+
+    def __getattr__(self, name: str) -> Any:
+        assert threading.current_thread().name == "radixkv-engine", name
+        return getattr(self._nodes, name)
+
+
+def test_only_the_engines_thread_reads_the_nodes() -> None:
+    """It changes their dictionaries, also while a scrape would go through them."""
+
+    async def test() -> None:
+        nodes = Turning()
+        async with serve_nodes(nodes, lambda: None) as engine:
+            metrics = NodesMetrics(engine, Confined(nodes.deployment.nodes), model_name="tiny")
+            await engine.call(lambda _: nodes.deployment.turn(8))
+            seen = await scrape(metrics)
+            assert seen["radixkv:node_up", "prefill-0"] == 1
 
     asyncio.run(test())
 
