@@ -31,6 +31,11 @@ def with_added(kind: str) -> Tokenizer:
     return tokenizer
 
 
+def ids(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
+    """Count negative tokens from the end of the vocabulary."""
+    return [token if token >= 0 else tokenizer.get_vocab_size() + token for token in tokens]
+
+
 def chunks_of(tokens: list[int], cuts: list[int]) -> list[list[int]]:
     places = sorted({0, len(tokens), *(cut % (len(tokens) + 1) for cut in cuts)})
     return [tokens[a:b] for a, b in pairwise(places)]
@@ -46,9 +51,7 @@ TEXT = st.text(st.sampled_from("the cache naïve 漢字🙂\n �"), max_size=20
 @example(tokens=[-3, -2, -1], text="", cuts=[1, 2])
 def test_increments_are_the_decoding_of_all(kind, tokens, text, cuts):
     tokenizer = with_added(kind)
-    size = tokenizer.get_vocab_size()
-    tokens = [token if token >= 0 else size + token for token in tokens]
-    tokens += tokenizer.encode(text).ids
+    tokens = ids(tokenizer, tokens) + tokenizer.encode(text).ids
     detokenizer = Detokenizer(tokenizer)
     before = ""
     for number, chunk in enumerate(chunks_of(tokens, cuts)):
@@ -160,8 +163,8 @@ def test_stop_strings_are_found_as_soon_as_they_are_there(parts, strings, pendin
     cuts=st.lists(st.integers(0, 1000), max_size=20),
 )
 def test_the_text_ends_before_the_first_stop_string(kind, tokens, text, strings, cuts):
-    tokenizer = MAKERS[kind]()
-    tokens = tokenizer.encode(text).ids + tokens
+    tokenizer = with_added(kind)
+    tokens = tokenizer.encode(text).ids + ids(tokenizer, tokens)
     expected, num_used = tokenizer.decode(tokens), None
     for number in range(1, len(tokens) + 1):
         so_far = tokenizer.decode(tokens[:number]).rstrip("�")
