@@ -46,6 +46,7 @@ class BlockCopies:
         kinds: Collection[CopyKind] = COPY_KINDS,
         *,
         min_blocks: int = 1,
+        whole: bool = False,
     ) -> None:
         """Compile and run every program, the largest first; no block changes its content.
 
@@ -54,6 +55,8 @@ class BlockCopies:
             max_blocks: blocks of the largest piece, rounded up to a power of two.
             kinds: kinds of copies to compile.
             min_blocks: blocks of the smallest piece, rounded up to a power of two.
+            whole: whether `gather` gives each of several devices all heads, not only its own. On
+                devices of several processes, it always does.
 
         Raises:
             CountError: if either number is less than 1.
@@ -67,6 +70,7 @@ class BlockCopies:
         self._sharding = sharding if isinstance(sharding, NamedSharding) else None
         self._pinned = pinned_host(arrays.keys[0].addressable_shards[0].device)
         self._put = put_of(self._sharding)
+        self._joins = whole or self._put is put_parts
         self._whole: NamedSharding | None = None
         if self._sharding is not None:
             self._whole = NamedSharding(self._sharding.mesh, P())
@@ -95,8 +99,7 @@ class BlockCopies:
     def gather(self, arrays: BlockArrays, ids: Int32Array, size: int) -> Staging:
         """Read blocks into new arrays, as they are now; later dispatches do not affect them.
 
-        On devices of several processes, each device gets all heads, so that each process can read
-        its own copy, ``addressable_data(0)``.
+        If each device gets all heads, ``addressable_data(0)`` is a copy of its own process.
 
         Raises:
             IndexError: for the id of an unusable block.
@@ -151,7 +154,8 @@ class BlockCopies:
         check_block_ids("device", ids, self._shape[0] - 1)
 
     def _program(self, copy: Callable[..., jax.Array | Pools], size: int) -> Compiled:
-        return _compiled(copy, self._num_pools, self._shape, self._dtype, size, self._sharding)
+        shapes = self._num_pools, self._shape, self._dtype, size, self._sharding
+        return _compiled(copy, *shapes, joins=self._joins and copy is _gather)
 
     def _pad(self, ids: Int32Array, size: int) -> Int32[Array, " size"]:
         self.check_ids(ids)
@@ -223,6 +227,8 @@ def _compiled(
     dtype: np.dtype,
     size: int,
     sharding: NamedSharding | None,
+    *,
+    joins: bool,
 ) -> Compiled:
     """Compile a program once per copy, shapes, dtype and devices."""
     whole = None if sharding is None else NamedSharding(sharding.mesh, P())
@@ -244,7 +250,7 @@ def _compiled(
         )
     is_gather = len(given) == 2
     options: dict[str, Any] = {"donate_argnums": () if is_gather else 0}
-    if is_gather and put_of(sharding) is put_parts:
+    if joins:
         options["out_shardings"] = whole
     program = jax.jit(copy, **options)
     return program.lower(*given).compile(compiler_options())

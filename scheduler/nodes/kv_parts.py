@@ -59,18 +59,16 @@ class KVParts:
         heads, self._block_size, head_dim = pools[0].shape[1:]
         self._block_shape = heads, self._block_size, head_dim
         self._dtype = str(pools[0].dtype)
+        # Parts have whole blocks, on one device, whatever the devices of the other node.
+        self._device: jax.Device = runner.arrays.keys[0].addressable_shards[0].device
         sharding = runner.arrays.keys[0].sharding
-        device_set: Any = sharding.device_set
-        devices = sorted(device_set, key=lambda device: device.id)
-        # Parts have whole blocks, whatever the devices of the other node.
-        self._part_device = devices[0] if len(devices) > 1 else None
-        if self._part_device is not None and kind == "scatter":
+        if sharding.num_devices > 1 and kind == "scatter":
             with runner.warming_up():  # JAX compiles how to cut an array that lies on one device
                 # 2 n - 1 blocks are cut into pieces of each power of two up to n.
                 for piece in exact_pieces(2 * self._max_blocks - 1, self._max_blocks):
                     shape = piece.stop - piece.start, *self._block_shape
                     part = np.zeros(shape, pools[0].dtype)
-                    jax.device_put(jax.device_put(part, self._part_device), sharding)
+                    jax.device_put(jax.device_put(part, self._device), sharding)
         self.set_revision(weights_revision)
 
     def set_revision(self, weights_revision: str) -> None:
@@ -107,9 +105,8 @@ class KVParts:
         with self._runner.counting_compilations():
             copies, pools = self._copies_of(layers), self._pools_of(layers)
             for ids in self._pieces(blocks):
-                arrays += copies.gather(pools, ids, len(ids))
-        if self._part_device is not None:
-            arrays = jax.device_put(arrays, self._part_device)
+                whole = copies.gather(pools, ids, len(ids))
+                arrays += [each.addressable_data(0) for each in whole]
         return arrays
 
     def write(
@@ -136,6 +133,8 @@ class KVParts:
             arrays = self._cut_and_join(arrays, num_pools, len(blocks), sent.num_skipped_tokens)
         with self._runner.counting_compilations():
             copies, pools = self._copies_of(layers), self._pools_of(layers)
+            if isinstance(arrays[0], jax.Array) and arrays[0].devices() != {self._device}:
+                arrays = jax.device_put(arrays, self._device)  # of a node in this process
             for number, ids in enumerate(self._pieces(blocks)):
                 piece = arrays[number * num_pools : (number + 1) * num_pools]
                 copies.scatter(pools, piece, ids, len(ids))
@@ -184,7 +183,9 @@ class KVParts:
         num_layers = layers.stop - layers.start
         if num_layers not in self._copies:
             pools = self._pools_of(layers)
-            self._copies[num_layers] = BlockCopies(pools, self._max_blocks, [self._kind])
+            self._copies[num_layers] = BlockCopies(
+                pools, self._max_blocks, [self._kind], whole=True
+            )
             self._replace(layers, pools)
         return self._copies[num_layers]
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
+import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from radixkv.kvcache import HostConfig
@@ -32,7 +34,7 @@ from radixkv.scheduler.models import (
     tensor_parallel_mesh,
     transformer,
 )
-from radixkv.scheduler.nodes import DecodeEngine, Disaggregated, PrefillEngine
+from radixkv.scheduler.nodes import DecodeEngine, Disaggregated, PrefillEngine, kv_parts
 from radixkv.scheduler.nodes.transport import InProcessExchange, InProcessTransport
 from radixkv.scheduler.request import GREEDY, Request, SamplingParams
 
@@ -174,6 +176,26 @@ def on_nodes(prefill: Model, decode: Model) -> dict[str, Any]:
     }
 
 
+def parts(engine: Engine) -> dict[str, Any]:
+    """Write a part that lies on a device of another node, and read it into one that is whole."""
+    with patch.object(kv_parts, "MAX_PART_BLOCKS", 2):
+        reader, writer = (
+            kv_parts.KVParts(engine._runner, kind, "weights") for kind in ("gather", "scatter")
+        )
+    blocks, random = [3, 1, 2], np.random.default_rng(0)
+    shapes = [spec.shape for spec in reader.describe(len(blocks)).arrays]
+    given = [random.normal(size=shape).astype(np.float32) for shape in shapes]
+    writer.write(blocks, jax.device_put(given, jax.devices()[5]))
+    # A transfer between sets of devices waits for the step that writes the blocks.
+    with patch.object(jax, "device_put", side_effect=AssertionError("joined by a transfer")):
+        read = reader.read(blocks)
+    return {
+        "equal": all(np.array_equal(*pair) for pair in zip(read, given, strict=True)),
+        "devices": [sorted(device.id for device in array.devices()) for array in read],
+        "compilations": engine.stats().compilations_after_warm_up,
+    }
+
+
 def addresses(engine: Engine) -> list[int]:
     """Return where the parts of the pools are."""
     arrays = engine._runner.arrays
@@ -196,6 +218,7 @@ def main() -> None:
             engines[number] = engine
             found[str(number)] = serve(engine, directory / str(number)) | {
                 "adjusted": adjusted(engine) if number in (1, 8) else None,
+                "parts": parts(engine),
                 "steps": steps(engine),
             }
         for writer in numbers:

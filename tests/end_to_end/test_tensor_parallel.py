@@ -132,6 +132,15 @@ def test_nodes_of_different_numbers_of_devices(found):
 
 
 @pytest.mark.nightly
+def test_a_part_is_whole_on_one_device_and_comes_from_any(found):
+    for number in ("1", "2", "4", "8"):
+        parts = found[number]["parts"]
+        assert parts["equal"], number
+        assert {tuple(devices) for devices in parts["devices"]} == {(0,)}, number
+        assert parts["compilations"] == 0, number
+
+
+@pytest.mark.nightly
 def test_query_heads_apart_from_their_kv_heads_are_found():
     """The bug: queries are cut by copies first, which differs only if KV heads are copied."""
     outputs = on_mesh("llama", "copies first")
