@@ -119,23 +119,26 @@ def interpret_params(**options: Any) -> Interpret:
 
 
 def dot(
-    a: Any,
+    a: Sequence[Any],
     b: Any,
     shape: tuple[int, int],
     interpret: Interpret,
     overlapped: Callable[[], None] = lambda: None,
 ) -> jax.Array:
-    """`a @ b.T` of two shared matrices `[m, d]`, `[n, d]`: float32 `shape` = [m, n], by WGMMA.
+    """`sum(a) @ b.T` of shared matrices `[m, d]`, `[n, d]`: float32 `shape` = [m, n], by WGMMA.
 
-    `overlapped` is called while the tensor cores compute the product.
+    `overlapped` is called while the tensor cores compute the products.
     """
+    product: jax.Array
     if interpret is not None:
-        product: jax.Array = jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32)
+        products = [jnp.dot(x[...], b[...].T, preferred_element_type=jnp.float32) for x in a]
+        product = sum(products[1:], start=products[0])
         overlapped()
         return product
 
     def multiply(accumulator: Any) -> jax.Array:
-        plgpu.wgmma(accumulator, a, transposed(b))
+        for each in a:
+            plgpu.wgmma(accumulator, each, transposed(b))
         overlapped()
         value: jax.Array = accumulator[...]
         return value

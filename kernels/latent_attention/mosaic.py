@@ -277,7 +277,7 @@ class Kernel:
         # The index is 0, which the compiler cannot know. With a constant it would keep the
         # addresses of all parts of the queries in registers through the loop, and spill.
         queries = refs.staged[0].at[jnp.minimum(work.row + i, 0)]
-        logits = mosaic.dot(queries, refs.ring.at[stage], shape, self.interpret)
+        logits = mosaic.dot([queries], refs.ring.at[stage], shape, self.interpret)
         logits = logits * (self.sm_scale * LOG2E)
         logits = lax.cond(edge, partial(self.mask, visible), lambda x: x, logits)
         peak = jnp.maximum(state.peak, logits.max(axis=1))

@@ -37,8 +37,8 @@ one computes while the other loads::
     16 bit         128         64 x 3          112 KiB               2     128 KiB
     16 bit         192         64 x 3          168 KiB               1      96 KiB
     16 bit         256         64 x 3          224 KiB               1     128 KiB
-    8 bit           64        128 x 4          112 KiB               2      96 KiB
-    8 bit          128         64 x 4          112 KiB               2      96 KiB
+    int8        64, 128   128, 64 x 4          112 KiB               2      96 KiB
+    float8      64, 128   128, 64 x 4     96, 104 KiB               2      96 KiB
 
 An H100 needs about 25 KiB in flight per multiprocessor for each microsecond of latency. Small
 blocks add copies, not bytes: a tile of 64 tokens in blocks of 16 takes eight copies of 4 KiB.
@@ -50,11 +50,18 @@ Tokens that a row does not see have no effect: only table entries of blocks with
 read, the other logits are masked, and the other values are zeroed in shared memory, because they
 may be NaN and 0 * NaN is NaN.
 
-All threads convert tiles of quantised pools to 16 bits, exactly, into a second tile. The scales
-multiply the logits and the weights instead, in float32.
+All threads convert tiles of int8 pools to 16 bits, exactly, into a second tile. The scales multiply
+the logits and the weights instead, in float32.
 
-Source: online softmax as in FlashAttention (arXiv 2205.14135), split KV as in Flash-Decoding;
-pipeline and barriers as in JAX's `attention_mgpu`.
+Of float8 pools, only the values are converted, to float16, for which there is an instruction; the
+weights are then multiples of `SoftmaxState.unit`. The tensor cores multiply the keys as they are,
+by queries that are sums of float8 numbers (`split_queries`). The products are exact, but Hopper
+adds them with 13 bits after the leading one, so the error of a logit is about 2**-10 of its largest
+partial sum, like that of queries in bfloat16. The values cannot be multiplied as they are: WGMMA
+reads a right operand of 8 bits only if its tokens are contiguous, and Mosaic transposes no bytes.
+
+Sources: online softmax as in FlashAttention (arXiv 2205.14135), split KV as in Flash-Decoding;
+pipeline and barriers as in JAX's `attention_mgpu`; the adder of float8: arXiv 2411.10958.
 """
 
 import math
@@ -78,6 +85,13 @@ from .work_list import Position, Row, build_work_list
 
 LOWEST = -1e30  # instead of -inf: the difference of two is 0, not NaN
 LOG2E = math.log2(math.e)
+QUERY_PARTS = {"bfloat16": 2, "float16": 3}
+"""Number of float8_e4m3fn numbers, of 4 significant bits each, whose sum is a query."""
+SMALLEST_QUERY = 2.0**-100
+"""Queries that are all smaller lose precision."""
+WEIGHT_HEADROOM = 2.0**15
+"""Weights are at most this in float16, so they are precise down to 2**-29 of that."""
+SMALLEST_UNIT = 2.0**-126
 
 
 class WorkTile(NamedTuple):
@@ -105,6 +119,9 @@ class SoftmaxState(NamedTuple):
     weighted: Any
     peak: Any
     total: Any
+    unit: Any
+    """Unit of `weighted`: 1, but with float8 pools, whose weights are multiplied in float16, the
+    largest scale of a block of values so far, over `WEIGHT_HEADROOM`."""
 
 
 class Prefetched(NamedTuple):
@@ -133,6 +150,8 @@ class Kernel:
     width: int
     kv_heads: int
     quantised: bool
+    float8: bool
+    """Whether the numbers of quantised pools are float8_e4m3fn."""
     interpret: Interpret
 
     @property
@@ -168,13 +187,18 @@ class Kernel:
             transforms=mosaic.tiles(pool_dtype, self.head_dim),
         )
         full = plgpu.Barrier(num_arrivals=self.boxes, num_barriers=self.config.stages)
-        transforms = mosaic.tiles(dtype, self.head_dim)
+        parts = (QUERY_PARTS[jnp.dtype(dtype).name],) if self.float8 else ()
+        q_dtype = pool_dtype if self.float8 else dtype
         # These share one place, because their lifetimes do not overlap: the queries in row-major
         # order; some columns of the output; the queries tiled for WGMMA.
         staged = (
             plgpu.SMEM((ROWS, self.head_dim), dtype),
             plgpu.SMEM((ROWS, self.columns), jnp.float32),
-            plgpu.SMEM((ROWS, self.head_dim), dtype, transforms=transforms),
+            plgpu.SMEM(
+                (*parts, ROWS, self.head_dim),
+                q_dtype,
+                transforms=mosaic.tiles(q_dtype, self.head_dim),
+            ),
         )
         scratch = {
             "staged": staged if self.interpret is not None else plgpu.RefUnion(*staged),
@@ -185,9 +209,12 @@ class Kernel:
             "v_full": full,
         }
         if self.quantised:
-            # Weights and values are bfloat16 for any queries, because a weight times a scale may be
-            # too small for float16.
-            for name, to in (("k_converted", dtype), ("v_converted", jnp.bfloat16)):
+            # Weights and values of int8 pools are bfloat16 for any queries, because a weight times
+            # a scale may be too small for float16.
+            converted = {"v_converted": jnp.float16 if self.float8 else jnp.bfloat16}
+            if not self.float8:
+                converted["k_converted"] = dtype
+            for name, to in converted.items():
                 transforms = mosaic.tiles(to, self.head_dim)
                 scratch[name] = plgpu.SMEM(tile, to, transforms=transforms)
         return scratch
@@ -225,30 +252,46 @@ class Kernel:
 
     def attend(self, refs: Any, work: WorkTile) -> SoftmaxState:
         """Attend to the tiles of a work tile, whose first copies have been started."""
-        queries, _, q_tile = refs.staged
-        plgpu.copy_gmem_to_smem(
-            refs.q.at[work.row, work.head], queries.at[pl.ds(0, self.group)], refs.q_full
-        )
+        queries = refs.staged[0].at[pl.ds(0, self.group)]
+        plgpu.copy_gmem_to_smem(refs.q.at[work.row, work.head], queries, refs.q_full)
         next_ids = self.load_ids(refs, work, self.config.stages - 1) if self.prefetches_ids else ()
         scales = self.load_scales(
             refs, work, self.load_ids(refs, work, 0) if self.quantised else ()
         )
         plgpu.barrier_wait(refs.q_full)
-        # Rows past the group hold undefined numbers. They affect no other row and are not stored.
-        rows = self.cast(queries[...], plgpu.Layout.WGMMA)
-        plgpu.commit_smem()  # all warps have read the queries, which the tile overwrites
-        q_tile[...] = rows  # visible to WGMMA after the `commit_smem` of the first step
+        factor = self.tile_queries(refs)
         state = SoftmaxState(
             self.cast(jnp.zeros((ROWS, self.head_dim), jnp.float32), plgpu.Layout.WGMMA),
             self.cast(jnp.full((ROWS,), LOWEST, jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
             self.cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
+            jnp.float32(SMALLEST_UNIT if self.float8 else 1),
         )
 
         def step(i: Any, carry: tuple[SoftmaxState, Prefetched]) -> tuple[SoftmaxState, Prefetched]:
-            return self.step(refs, work, i, *carry)
+            return self.step(refs, work, i, factor, *carry)
 
         state, _ = lax.fori_loop(0, work.num_tiles, step, (state, Prefetched(next_ids, *scales)))
         return SoftmaxState(*state)
+
+    def tile_queries(self, refs: Any) -> Any:
+        """Store the queries as WGMMA reads them; return the factor of their logits.
+
+        Rows past the group hold undefined numbers. They affect no other row and are not stored.
+        """
+        cap = self.options.soft_cap
+        factor = self.options.sm_scale * LOG2E * (1 if cap is None else 2 / cap)
+        queries, _, q_tile = refs.staged
+        layout = plgpu.Layout.WGMMA_UPCAST_4X if self.float8 else plgpu.Layout.WGMMA
+        rows = self.cast(queries[...], layout)
+        plgpu.commit_smem()  # all warps have read the queries, which the tile overwrites
+        # What is stored here is visible to WGMMA after the `commit_smem` of the first step.
+        if not self.float8:
+            q_tile[...] = rows
+            return factor
+        parts, unit = split_queries(rows, q_tile.dtype)
+        for index, part in enumerate(parts):
+            q_tile[index] = part
+        return self.cast(unit, plgpu.Layout.WGMMA.reduce(1)) * factor
 
     def cast(self, value: Any, layout: Any) -> Any:
         """`value` in a register layout."""
@@ -326,7 +369,13 @@ class Kernel:
                 plgpu.copy_gmem_to_smem(source, ring.at[stage, place], full.at[stage])
 
     def step(
-        self, refs: Any, work: WorkTile, i: Any, state: SoftmaxState, prefetched: Prefetched
+        self,
+        refs: Any,
+        work: WorkTile,
+        i: Any,
+        logit_factor: Any,
+        state: SoftmaxState,
+        prefetched: Prefetched,
     ) -> tuple[SoftmaxState, Prefetched]:
         """Attend to the work's tile `i`."""
         tile_tokens, stages = self.config.tile_tokens, self.config.stages
@@ -340,17 +389,27 @@ class Kernel:
         edge = (start < work.first_visible) | (start + tile_tokens > work.length)
 
         plgpu.barrier_wait(refs.k_full.at[stage])
-        k = self.convert(refs.k_ring.at[stage], refs, "k_converted")
-        logits = mosaic.dot(refs.staged[2], k, (ROWS, tile_tokens), self.interpret)
-        logits = self.scale(logits, prefetched.k_scales)
+        q, k = [refs.staged[2]], refs.k_ring.at[stage]
+        if self.float8:
+            q = [q[0].at[part] for part in range(q[0].shape[0])]
+        else:
+            k = self.convert(k, refs, "k_converted")
+        logits = mosaic.dot(q, k, (ROWS, tile_tokens), self.interpret)
+        logits = self.scale(logits, logit_factor, prefetched.k_scales)
         logits = lax.cond(edge, partial(self.mask, work, start), lambda x: x, logits)
         peak = jnp.maximum(state.peak, logits.max(axis=1))
         weights = jnp.exp2(logits - lax.broadcast_in_dim(peak, logits.shape, [0]))
         factor = jnp.exp2(state.peak - peak)
         total = state.total * factor + weights.sum(axis=1)
+        unit, v_scales = state.unit, prefetched.v_scales
+        if self.float8:
+            for scale in v_scales:
+                unit = jnp.maximum(unit, scale * (1 / WEIGHT_HEADROOM))
+            v_scales = tuple(scale / unit for scale in v_scales)
+            factor = factor * (state.unit / unit)
         weighted = state.weighted * lax.broadcast_in_dim(factor, state.weighted.shape, [0])
         if self.quantised:
-            weights = weights * self.by_column(prefetched.v_scales)
+            weights = weights * self.by_column(v_scales)
 
         plgpu.barrier_wait(refs.v_full.at[stage])
         v = self.convert(refs.v_ring.at[stage], refs, "v_converted")
@@ -360,7 +419,7 @@ class Kernel:
         scales = self.load_scales(
             refs, work, self.load_ids(refs, work, i + 1) if self.quantised else ()
         )
-        return SoftmaxState(weighted, peak, total), Prefetched(next_ids, *scales)
+        return SoftmaxState(weighted, peak, total, unit), Prefetched(next_ids, *scales)
 
     def convert(self, tile: Any, refs: Any, name: str) -> Any:
         """A tile that WGMMA can read: a quantised one is converted to 16 bits, exactly.
@@ -379,11 +438,16 @@ class Kernel:
         plgpu.commit_smem()
         return converted
 
-    def scale(self, logits: Any, k_scales: tuple[Any, ...]) -> Any:
+    def scale(self, logits: Any, factor: Any, k_scales: tuple[Any, ...]) -> Any:
         """Scale and cap the products of queries and keys: logits in base 2."""
         cap = self.options.soft_cap
-        factor: Any = self.options.sm_scale * LOG2E * (1 if cap is None else 2 / cap)
-        if self.quantised:
+        if self.float8:  # a factor for each row
+            if len(k_scales) == 1:
+                factor = factor * k_scales[0]
+            else:
+                logits = logits * self.by_column(k_scales)
+            factor = lax.broadcast_in_dim(factor, logits.shape, [0])
+        elif self.quantised:
             factor = self.by_column(tuple(scale * factor for scale in k_scales))
         logits = logits * factor
         if cap is None:
@@ -431,7 +495,7 @@ class Kernel:
         total = jnp.where(empty, 1.0, state.total)
         poison = jnp.where(work.fits, 0.0, jnp.nan)
         weighted = state.weighted * lax.broadcast_in_dim(
-            1.0 / total + poison, state.weighted.shape, [0]
+            state.unit / total + poison, state.weighted.shape, [0]
         )
         lse = jnp.where(empty, -jnp.inf, state.peak + jnp.log2(total))
         refs.lses[work.part] = lse + poison
@@ -443,6 +507,33 @@ class Kernel:
             plgpu.copy_smem_to_gmem(part.at[real], target)
             # Afterwards, the next columns or the next queries may overwrite the place.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def split_queries(rows: Any, dtype: Any) -> tuple[list[Any], Any]:
+    """Split queries into float8 numbers: `rows` is the sum of the parts, times the unit of a row.
+
+    A part has 4 significant bits and rounds the rest of those before it, so two are exactly a
+    bfloat16 number and three a float16 number, unless it is so small that the least float8 number,
+    2**-9, is too large. The error of a query is at most 2**-17 of the largest in its row.
+
+    Args:
+        rows: Queries, bfloat16 or float16, [rows, head_dim].
+        dtype: float8_e4m3fn.
+
+    Returns:
+        The parts, and the unit of each row: the power of two with which the largest number of the
+        row has 128 to 256 units, of the 448 that float8 can hold.
+    """
+    left = rows.astype(jnp.float32)
+    largest = jnp.maximum(jnp.abs(left).max(axis=1), SMALLEST_QUERY)
+    exponent = lax.bitcast_convert_type(largest, jnp.int32) & jnp.int32(0x7F800000)
+    unit = lax.bitcast_convert_type(exponent, jnp.float32) * 2.0**-7
+    left = left * lax.broadcast_in_dim(1 / unit, left.shape, [0])
+    parts = []
+    for _ in range(QUERY_PARTS[rows.dtype.name]):
+        parts.append(left.astype(dtype))
+        left = left - parts[-1].astype(jnp.float16).astype(jnp.float32)
+    return parts, unit
 
 
 @partial(jax.jit, static_argnames=("options", "config", "return_lse", "interpret"))
@@ -492,6 +583,7 @@ def decode(
         width=block_tables.shape[1],
         kv_heads=kv_heads,
         quantised=scales is not None,
+        float8=k_blocks.dtype == jnp.float8_e4m3fn,
         interpret=interpret,
     )
     parts, lses = _run(kernel, inputs)

@@ -135,7 +135,7 @@ class Consumer(NamedTuple):
             # of all parts of Q through the loops: about 20 registers, which spill.
             q_index += jnp.minimum(offset + i, 0)
         q, k = refs.shared_q.at[q_index], refs.shared_k.at[stage]
-        logits = dot(q, k, size, interpret, self.ping_pong)
+        logits = dot([q], k, size, interpret, self.ping_pong)
         release(refs.k_empty.at[stage], interpret)
         scale = options.sm_scale * LOG2_E
         if options.soft_cap is not None:

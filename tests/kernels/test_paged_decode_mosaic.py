@@ -20,6 +20,7 @@ from radixkv.kernels.paged_decode.config import (
     choose_config,
 )
 from radixkv.kernels.paged_decode.merge import heads_together
+from radixkv.kernels.paged_decode.mosaic import QUERY_PARTS
 
 from .decode_checks import SM_SCALE, DecodeChecks
 from .interpret import PARAMS, SEES_ASYNC_RACES, RaceError, races_detected
@@ -108,7 +109,7 @@ class TestSimulated(DecodeChecks):
             dtype="float16", pool_dtype="int8", soft_cap=2.0, window=150, sinks=SINKS,
         ),
         "float8 pools, splits": dict(
-            lengths=[0, 1, 33, 450], pool_dtype="float8_e4m3fn", config=FEW
+            lengths=[0, 1, 33, 450], pool_dtype="float8_e4m3fn", lse_dtype="float32", config=FEW
         ),
     }  # fmt: skip
 
@@ -130,6 +131,54 @@ class TestSimulated(DecodeChecks):
         assert out[1:, 0, 0].tolist() == [7, 5, 1]
 
 
+class TestFloat8:
+    """Pools of float8, whose keys are multiplied as they are, and whose values become float16."""
+
+    @pytest.mark.parametrize(("dtype", "mantissa"), [("bfloat16", 7), ("float16", 10)])
+    def test_parts_of_every_query(self, dtype, mantissa):
+        """Each positive number of the dtype below 1, beside the largest of its row."""
+        bits = np.arange(np.float32(1).astype(dtype).view(np.uint16), dtype=np.uint16)
+        numbers = bits.view(dtype).astype(np.float64)
+        for largest in (1.0, 1.5, 2 - 2.0**-mantissa, 16.0):
+            rows = np.stack((numbers, np.full_like(numbers, -largest)), axis=1)
+            parts, unit = split(jnp.asarray(rows, dtype), jnp.float8_e4m3fn)
+            assert len(parts) == {"bfloat16": 2, "float16": 3}[dtype]
+            found = sum(np.asarray(part, np.float64) for part in parts)
+            errors = np.abs(found * np.asarray(unit, np.float64)[:, None] - rows)
+            assert errors.max() <= 2.0**-17 * largest
+            # The last bit is at least 2**-9 units: nothing is lost.
+            exact = np.abs(rows) >= 2.0 ** (mantissa - 9) * np.asarray(unit)[:, None]
+            assert exact.any(axis=0).all() and not errors[exact].any()
+
+    @pytest.mark.parametrize("largest", [0.0, 2.0**-130, 2.0**-99, 2.0**127, np.nan])
+    def test_parts_of_extreme_queries(self, largest):
+        parts, unit = split(jnp.full((1, 8), largest, "bfloat16"), jnp.float8_e4m3fn)
+        found = sum(part.astype(jnp.float32) for part in parts) * unit[:, None]
+        expected = largest if largest != 2.0**-130 else 0.0
+        assert np.array_equal(found, np.full((1, 8), expected), equal_nan=True)
+
+    @pytest.mark.parametrize("ratio", [2.0**-28, 2.0**28])
+    def test_values_of_blocks_that_no_token_attends_to(self, ratio):
+        """Weights of the others are as precise as ever, whichever tile has the larger scale."""
+        rng = np.random.default_rng(0)
+        shape = (3, 1, 64, 64)
+        v = jnp.asarray(rng.standard_normal(shape), jnp.float8_e4m3fn)
+        # Tokens of blocks 1 and 2 have logits of -40 and 40, so 2**-115 is their largest ratio.
+        k = jnp.ones(shape, jnp.float8_e4m3fn).at[1].set(-1)
+        scales = jnp.array([[np.nan], [ratio], [1.0]], jnp.float32)
+        tables = int32([[1, 2], [2, 1]])
+        out, _ = attend(
+            jnp.ones((2, 1, 64), "bfloat16"), k, v, tables, int32([128, 128]),
+            sm_scale=40 / 64, k_scales=jnp.ones((3, 1)), v_scales=scales,
+        )  # fmt: skip
+        expected = np.asarray(v[2, 0], np.float64).mean(axis=0)
+        assert np.abs(np.asarray(out, np.float64) - expected).max() <= 2.0**-8
+
+
+def split(rows, dtype):
+    return jax.jit(paged_decode_mosaic.split_queries, static_argnums=1)(rows, dtype)
+
+
 def not_merged(parts, lses, pairs, *_):
     """Instead of `merge_parts`, as long as each pair has one part."""
     return parts[pairs[:, 0]], None
@@ -138,7 +187,7 @@ def not_merged(parts, lses, pairs, *_):
 class TestRaces:
     """The race detector finds each missing wait and fence that interpret mode can see."""
 
-    def run(self, changes):
+    def run(self, changes, pool_dtype="bfloat16"):
         """A row that fills every pipeline stage twice, and a second work tile.
 
         Without the second kernel, because the detector forgets what it found in the first.
@@ -148,17 +197,21 @@ class TestRaces:
         heads = Heads(1, 4, 64)
         rng = np.random.default_rng(0)
         cache = make_cache(
-            rng, [400, 200], block_size=64, width=7, num_blocks=11, heads=heads, dtype="bfloat16"
+            rng, [400, 200], block_size=64, width=7, num_blocks=11, heads=heads, dtype=pool_dtype
         )
         q = make_queries(rng, 2, heads, "bfloat16")
         with races_detected() as params:
             pools = cache.k_blocks, cache.v_blocks
             tables = cache.block_tables
-            out = attend(q, *pools, tables, int32([400, 200]), interpret=params, module=module)
+            out = attend(
+                q, *pools, tables, int32([400, 200]), interpret=params, module=module,
+                **cache.scales,
+            )  # fmt: skip
             jax.block_until_ready(out)
 
-    def test_the_kernel_has_none(self):
-        self.run({})
+    @pytest.mark.parametrize("pool_dtype", ["bfloat16", *map(at_night, QUANTISED)])
+    def test_the_kernel_has_none(self, pool_dtype):
+        self.run({}, pool_dtype)
 
     MISSING_WAITS = (
         "        plgpu.barrier_wait(refs.q_full)\n",
@@ -257,6 +310,9 @@ class TestForHopper:
         Case(192, 16, everything=False, batch=64, group=5),
         Case(256, 16, everything=False, batch=64, group=4),
         Case(64, 16, "int8", everything=False, batch=64),
+        Case(64, 16, "float8_e4m3fn", "float16"),
+        Case(128, 16, "float8_e4m3fn", "float16"),
+        Case(128, 64, "float8_e4m3fn", everything=False, batch=64),
     )
 
     @pytest.mark.sm_90a
@@ -268,15 +324,18 @@ class TestForHopper:
         assert compiled.spill_bytes == 0
         # All but the operands of products is in float32; int8 becomes bfloat16 by an exact
         # difference.
-        assert compiled.products() == {"f32.bf16.bf16"}
+        float8 = case.pool_dtype == "float8_e4m3fn"
+        products = {"f32.e4m3.e4m3", "f32.f16.f16"} if float8 else {"f32.bf16.bf16"}
+        assert compiled.products() == products
         assert compiled.narrow() <= ({"sub.bf16x2"} if case.pool_dtype == "int8" else set())
         # Shared memory of a multiprocessor, less 1 KiB per thread block. Source: CUDA guide, 9.0.
         resident = blocks_per_sm(case.head_dim)
         assert compiled.shared_bytes <= min(228 * 1024 // resident - 1024, SHARED_MEMORY_BYTES)
         assert compiled.registers * 128 * resident <= 64 * 1024
-        # WGMMA: 16 of head_dim at a time for the logits, 16 tokens at a time for the output.
-        products = case.head_dim // 16 + config.tile_tokens // 16
-        assert compiled.count("wgmma.mma_async") == products
+        # WGMMA: 16 of head_dim at a time for the logits, or 32 of each part of float8 queries; and
+        # 16 tokens at a time for the output.
+        logits = QUERY_PARTS[case.dtype] * case.head_dim // 32 if float8 else case.head_dim // 16
+        assert compiled.count("wgmma.mma_async") == logits + config.tile_tokens // 16
         # TMA, for K and V: `stages - 1` tiles in the loop over work tiles and before it (not with a
         # head_dim of 256), and one in the loop over tiles; and one for the queries.
         boxes = max(1, config.tile_tokens // case.block_size)

@@ -35,6 +35,7 @@ from .problems import Heads, int32, make_cache, make_queries
 HIGHEST = "float32, float32 -> float32 at HIGHEST"
 BF16 = "bfloat16, bfloat16 -> float32 by wgmma"
 F16 = "float16, float16 -> float32 by wgmma"
+F8 = "float8_e4m3fn, float8_e4m3fn -> float32 by wgmma"
 
 Case = tuple[str, str, str]
 
@@ -57,7 +58,8 @@ def on_gpus(logits: str, output: str) -> tuple[Arithmetic, Arithmetic]:
 
 
 ARITHMETIC: dict[Case, tuple[Arithmetic, Arithmetic]] = {
-    # Platform, queries and pools. Weights of quantised values are bfloat16 for any queries.
+    # Platform, queries and pools. Weights of int8 values are bfloat16 for any queries. Decode
+    # multiplies keys of float8 by two or three parts of the queries, and values by float16.
     ("h100", "bfloat16", "bfloat16"): (
         Arithmetic({BF16: 2}, {}, roundings=5), Arithmetic({BF16: 8}, {}, roundings=9)
     ),
@@ -65,7 +67,8 @@ ARITHMETIC: dict[Case, tuple[Arithmetic, Arithmetic]] = {
         Arithmetic({BF16: 2}, {}, roundings=5), Arithmetic({BF16: 8}, {}, roundings=18)
     ),
     ("h100", "bfloat16", "float8_e4m3fn"): (
-        Arithmetic({BF16: 2}, {}, roundings=9), Arithmetic({BF16: 8}, {}, roundings=22)
+        Arithmetic({F8: 2, F16: 1}, {}, roundings=7),
+        Arithmetic({BF16: 6, F8: 2, F16: 1}, {}, roundings=20),
     ),
     ("h100", "float16", "float16"): (
         Arithmetic({F16: 2}, {}, roundings=5), Arithmetic({F16: 8}, {}, roundings=9)
@@ -75,8 +78,8 @@ ARITHMETIC: dict[Case, tuple[Arithmetic, Arithmetic]] = {
         Arithmetic({F16: 7, BF16: 1}, {}, roundings=18),
     ),
     ("h100", "float16", "float8_e4m3fn"): (
-        Arithmetic({F16: 1, BF16: 1}, {}, roundings=7),
-        Arithmetic({F16: 7, BF16: 1}, {}, roundings=20),
+        Arithmetic({F8: 3, F16: 1}, {}, roundings=8),
+        Arithmetic({F16: 7, F8: 3}, {}, roundings=21),
     ),
     **{
         ("cpu", "float32", pool): (DECODE._replace(roundings=0), EXTEND._replace(roundings=0))
