@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from radixkv.kvcache.errors import RadixKVError
 from radixkv.scheduler.replay.simulation.cost_model import (
@@ -20,6 +23,8 @@ from radixkv.scheduler.replay.simulation.cost_model import (
     load_costs,
     named_costs,
 )
+from radixkv.scheduler.request import Request
+from radixkv.scheduler.step_plan import Chunk, DecodeRows, StepPlan
 
 # One layer of width 4: 10 parameters of 2 bytes, KV of 2 * 1 * 1 * 4 * 2 = 16 bytes a token.
 MODEL = ModelCosts("toy", parameters=10, layers=1, heads=1, kv_heads=1, head_dim=4)
@@ -42,6 +47,29 @@ def test_a_memory_bound_step_by_hand() -> None:
     # Weights once, KV of 5 tokens read, of 3 written.
     moved = 20 + (5 + 3) * 16  # 148
     assert toy(1e9, 100.0).step_s(3, 5, 10.5) == pytest.approx(moved / 50 + 3)
+
+
+@pytest.mark.parametrize("costs", [toy(100.0, 1e9), toy(1e9, 100.0)], ids=["compute", "memory"])
+@given(
+    starts=st.lists(st.integers(0, 9), max_size=3),
+    chunks=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=3),
+)
+def test_a_step_costs_what_its_tokens_attend_to(
+    costs: CostModel, starts: list[int], chunks: list[tuple[int, int]]
+) -> None:
+    """Counted token by token; a decode token is a chunk of one."""
+    assume(starts or chunks)
+    request, plan = Request("r", [1], 1), StepPlan()
+    rows = np.array(starts, np.int32)
+    plan.add_decode(DecodeRows([request] * len(starts), rows, rows))
+    for start, length in chunks:
+        plan.add_prefill(Chunk(request, start, length))
+    all_chunks = [*((start, 1) for start in starts), *chunks]
+    num_tokens = sum(length for _, length in all_chunks)
+    context = sum(start + length for start, length in all_chunks)
+    # A token at position s attends to s others, and counts itself as a half.
+    pairs = sum(s + 0.5 for start, length in all_chunks for s in range(start, start + length))
+    assert costs.plan_s(plan) == pytest.approx(costs.step_s(num_tokens, context, pairs))
 
 
 def test_the_pool_fills_the_memory_beside_the_weights() -> None:
