@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from radixkv.spec.harness.findings.trace_file import (
     replay_file,
 )
 from radixkv.spec.harness.random_engine import run
+from radixkv.spec.rules.rule import RULES, require
 
 from .toys import Leaky, Plain
 
@@ -187,3 +189,30 @@ def test_a_trace_that_a_foreign_manager_cannot_compute_with_is_told() -> None:
     with pytest.raises(ZeroDivisionError) as divided:  # its text differs by Python's version
         divide(4, 0)
     assert str(caught.value) == f"the configuration fits no world of a cache: {divided.value!r}"
+
+
+class Marked:
+    """A subject and its world, in which the last call breaks one rule or, without a mark, another.
+
+    A shorter trace thus breaks a rule as well, but not the one that was found.
+    """
+
+    def __init__(self) -> None:
+        self.situations: Counter[str] = Counter()
+        self.is_marked = False
+
+    def world(self, config: Any) -> Any:
+        return Marked()
+
+    def apply(self, operation: list[Any]) -> bool:
+        self.is_marked |= operation[0] == "mark"
+        if operation[0] == "break":
+            rule = "A3 allocate-distinct" if self.is_marked else "S1 no-leak"
+            require(False, RULES[rule], "")
+        return True
+
+
+def test_the_rule_stays_the_one_that_was_found() -> None:
+    trace: list[list[Any]] = [["do"], ["mark"], ["do"], ["break"]]
+    small = shrink(Marked(), Finding("A3 allocate-distinct", "", {}, trace))  # type: ignore[arg-type]
+    assert (small.rule, small.trace) == ("A3 allocate-distinct", [["mark"], ["break"]])
