@@ -183,6 +183,19 @@ def test_a_prefetch_that_was_put_off_starts_when_there_is_room():
     assert second.num_storage_hit_tokens == 8
 
 
+def test_a_request_that_runs_leaves_the_host_to_others():
+    """Only requests that have not begun are ahead, however long one runs then."""
+    harness = TierHarness(16, 2, host=HostConfig(6), storage=True, memories=stored())
+    first = harness.submit([*PROMPT, 1], 9, name="first")
+    while first.status is not RequestStatus.RUNNING:
+        harness.step()
+    second = harness.submit([7, *PROMPT], 1, name="second")
+    assert second.prefetch is not None and not second.prefetch_is_put_off
+    assert first.status is RequestStatus.RUNNING
+    harness.drain()
+    assert harness.scheduler.stats().prefetches_put_off == 0
+
+
 def test_a_prefetch_larger_than_the_host_starts_if_none_is_ahead():
     harness = TierHarness(8, 2, host=HostConfig(2), storage=True, memories=stored())
     request = harness.submit([*PROMPT, 1], 2, name="large")

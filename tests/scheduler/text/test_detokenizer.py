@@ -152,6 +152,29 @@ def test_stop_strings_are_found_as_soon_as_they_are_there(parts, strings, pendin
         assert held == max(ends, default=0)
 
 
+class Counting(str):
+    """A text that counts the characters of its parts that are taken."""
+
+    __slots__ = ()
+    num_taken = 0
+
+    def __getitem__(self, part: Any) -> str:
+        taken = super().__getitem__(part)
+        Counting.num_taken += len(taken)
+        return taken
+
+
+def test_a_long_text_is_searched_piece_by_piece():
+    stops = StopStrings(["abab", "bb"])
+    Counting.num_taken = 0
+    text = Counting("ab" + 500 * "ac")
+    for length in range(1, len(text) + 1):
+        so_far = Counting(str(text)[:length])
+        assert stops.find(so_far) is None
+        stops.count_held(so_far)
+    assert Counting.num_taken < 20 * len(text)
+
+
 # The text of an output
 
 
