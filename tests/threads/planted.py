@@ -133,6 +133,11 @@ BY_HAND: dict[str, tuple[Planted, ...]] = {
 """,
         ),
         Planted(
+            "EngineThread._obey: an engine without work spins",
+            find="self._commands.get(block, self._poll_s)",
+            replace="self._commands.get(block and self._poll_s is None)",
+        ),
+        Planted(
             "EngineThread.close: requests are refused only after the command to close",
             find="""        with self._lock:
             if self._refusal is None:

@@ -208,7 +208,7 @@ class FakeEngine(OneThread):
         self.advanced: list[Prompt] = []
         self.scheduler = SimpleNamespace(running=[], waiting=[])
         self.manager = SimpleNamespace(block_size=4)
-        self.closed = 0
+        self.closed = self.num_steps = 0
         self._steps_left = fails_after
         self._step_s = step_s
 
@@ -234,6 +234,7 @@ class FakeEngine(OneThread):
 
     def step(self) -> list[Prompt]:
         self.check_caller()
+        self.num_steps += 1
         self._steps_left -= 1
         if self._steps_left < 0:
             raise ValueError("broken")
@@ -361,6 +362,16 @@ def engine_read(code: ModuleType) -> None:
         reason = delivery.finish_reason
         active().operation()
         assert reason is None or delivery.num_tokens == 1, "tokens are lost"
+    thread.close(drain=True, timeout_s=1.0)
+    assert result_of(thread.ended, SOON_S) is True
+
+
+def engine_polls(code: ModuleType) -> None:
+    """An engine without work is stepped as often as it is said, and does not spin."""
+    engine = FakeEngine(step_s=0.0)
+    thread = code.EngineThread(engine, poll_s=0.25)
+    sleep(1.1)
+    assert 4 <= engine.num_steps <= 5, f"{engine.num_steps} steps"
     thread.close(drain=True, timeout_s=1.0)
     assert result_of(thread.ended, SOON_S) is True
 
@@ -638,7 +649,7 @@ SCENARIOS = [
     *(Scenario(_TRANSPORT, each) for each in (threaded_transport, transport_when_idle)),
     *(
         Scenario(["scheduler.serving.engine_thread"], each)
-        for each in (engine_thread, engine_read, engine_closes, engine_fails)
+        for each in (engine_thread, engine_read, engine_polls, engine_closes, engine_fails)
     ),
     Scenario(["scheduler.serving.engine_thread", "scheduler.serving.async_engine"], output_streams),
     Scenario(["kvcache.events", "scheduler.events.publisher"], event_publisher),
