@@ -1,5 +1,6 @@
 """The reservation: its sum and its guard, by hand, against the formulas, and as properties."""
 
+from collections import Counter
 from typing import NamedTuple
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager
+from radixkv.scheduler import MixedScheduler
 from radixkv.scheduler.batching.batch import BatchScheduler
 from radixkv.scheduler.request import Request, lease_of
 from radixkv.scheduler.reservation import HORIZON_CLIP_TOKENS, Reservation, needed_to_finish
@@ -309,3 +311,27 @@ def test_requests_that_are_received_take_slots():
     batch.update(plan, [1])
     held.clear()
     assert [request.request_id for request in batch.schedule().admitted] == ["b"]
+
+
+def test_who_is_refused_is_so_without_a_walk_over_those_that_run(monkeypatch):
+    """The running requests are counted once, and again only after one of them has left."""
+    counted = []
+    whole = BatchScheduler.reservation
+    monkeypatch.setattr(
+        BatchScheduler, "reservation", lambda self: (counted.append(1), whole(self))[1]
+    )
+    manager = CacheManager(16, 2)
+    scheduler = MixedScheduler(manager, token_budget=32, max_running=4, reserve_tokens=None)
+    for name, num_prompt, length in (("short", 4, 6), ("long", 4, 12), ("waiting", 8, 6)):
+        scheduler.add(Request(name, [ord(name[0])] * num_prompt, length))
+    num_ended, seen = 0, []
+    while not num_ended or scheduler.has_work:
+        before = len(counted)
+        plan = scheduler.schedule()
+        seen.append((num_ended, len(counted) - before))
+        num_ended += len(scheduler.update(plan, [1] * plan.num_chunks))
+    walks = Counter[int]()
+    for ended, number in seen:
+        walks[ended] += number
+    assert walks == {0: 1, 1: 1} and seen.count((0, 0)) > 3, seen
+    manager.check()
