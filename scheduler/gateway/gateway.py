@@ -189,6 +189,11 @@ class Gateway:
         """Return the number of attempts in progress on a node; see `Router.num_attempts`."""
         return self._router.num_attempts(peer)
 
+    @property
+    def num_lost(self) -> int:
+        """Number of attempts that were lost with a node or a connection."""
+        return self._retrier.num_lost
+
     def set_unheard(self, peer: NodeId, others: Collection[NodeId]) -> None:
         """Note which nodes a node does not hear; until it does, they get no attempt together."""
         if others:

@@ -86,6 +86,7 @@ class NetworkGateway:
         nodes: nodes that have joined and are not gone, by name.
         gone: nodes that are gone and have not come back, by name: of each role those that were lost
             last.
+        num_nodes_lost: number of times that a node was gone, also if it has come back.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class NetworkGateway:
         """
         self.nodes: dict[NodeId, RemoteNode] = {}
         self.gone: dict[NodeId, RemoteNode] = {}
+        self.num_nodes_lost = 0
         self._model = model
         self._silence_s = silence_s
         self._unacked = ResendQueue(retry_s=silence_s / _RETRIES_PER_SILENCE, patience_s=silence_s)
@@ -138,6 +140,11 @@ class NetworkGateway:
     def num_moved(self) -> int:
         """Number of times that a preempted request has moved to another decode node."""
         return self._gateway.num_moved
+
+    @property
+    def num_attempts_lost(self) -> int:
+        """Number of attempts that were lost with a node or a connection."""
+        return self._gateway.num_lost
 
     @property
     def num_open(self) -> int:
@@ -391,6 +398,7 @@ class NetworkGateway:
             self.gone.pop(peer, None)
             if peer not in self._draining:
                 self.gone[peer] = node
+                self.num_nodes_lost += 1
             role = node.status.role
             earlier = [each for each, other in self.gone.items() if other.status.role == role]
             if len(earlier) > _MAX_GONE:  # names of pods are not used again

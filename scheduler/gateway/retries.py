@@ -67,6 +67,9 @@ class RequestRetrier:
 
     Reports on an older attempt are ignored, and its nodes are told to stop. Before you report a
     node as lost, pass on all of its earlier reports.
+
+    Attributes:
+        num_lost: number of attempts that were lost with a node or a connection.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class RequestRetrier:
             lost_s: time after its first lost attempt from which on another lost one fails a
                 request: it may be what ends the nodes.
         """
+        self.num_lost = 0
         self._max_attempts = max_attempts
         self._lost_s = lost_s
         self._backoff_s = backoff_s
@@ -190,6 +194,7 @@ class RequestRetrier:
 
     def _lose(self, request_id: str, request: _Request, reason: str) -> None:
         """Retry an attempt that was lost with a node or a connection; it does not count."""
+        self.num_lost += 1
         if request.losing_since is None:
             request.losing_since = self._now
         lost_for_s = self._now - request.losing_since

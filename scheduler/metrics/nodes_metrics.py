@@ -41,6 +41,14 @@ class WatchedNodes(Protocol):
     def num_moved(self) -> int:
         """Number of times that a preempted request has moved to another decode node."""
 
+    @property
+    def num_attempts_lost(self) -> int:
+        """Number of attempts that were lost with a node or a connection."""
+
+    @property
+    def num_nodes_lost(self) -> int:
+        """Number of times that a node was gone, also if it has come back."""
+
 
 def _hits(node: RemoteNode) -> Values:
     load = node.load
@@ -101,8 +109,11 @@ _NODE_UP: Final = "node_up"
 _NODE_UP_TEXT: Final = "1 while the node serves, 0 after it has gone or if it was refused."
 _OPEN: Final = "num_requests_open"
 _OPEN_TEXT: Final = "Requests that have not ended, also those that wait for a node."
-_MOVED: Final = "num_requests_moved"
-_MOVED_TEXT: Final = "Times that a preempted request has moved to another decode node."
+_COUNTS: Final = {
+    "num_requests_moved": "Times that a preempted request has moved to another decode node.",
+    "num_attempts_lost": "Times that a request was tried again because a node or a link was lost.",
+    "num_nodes_lost": "Times that a node has gone, also if it has come back.",
+}
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,7 @@ class _Seen:
     nodes: Mapping[str, RemoteNode]
     gone: Mapping[str, RemoteNode]
     num_open: int
-    num_moved: int
+    counts: Mapping[str, int]  # by name, as in _COUNTS
 
 
 class NodesMetrics:
@@ -133,7 +144,7 @@ class NodesMetrics:
         self._engine = engine
         self._nodes = nodes
         self._model_name = model_name
-        self._seen = _Seen({}, {}, 0, 0)
+        self._seen = _Seen({}, {}, 0, dict.fromkeys(_COUNTS, 0))
 
     async def scrape(self) -> bytes:
         """Return the metrics as text; after the engine has ended, the last ones."""
@@ -147,7 +158,9 @@ class NodesMetrics:
 
     def _read(self) -> _Seen:
         nodes = self._nodes
-        return _Seen(dict(nodes.nodes), dict(nodes.gone), nodes.num_open, nodes.num_moved)
+        counts = nodes.num_moved, nodes.num_attempts_lost, nodes.num_nodes_lost
+        named = dict(zip(_COUNTS, counts, strict=True))
+        return _Seen(dict(nodes.nodes), dict(nodes.gone), nodes.num_open, named)
 
     def _families(self, is_up: bool) -> Iterator[Family]:
         model, seen = self._model_name, self._seen
@@ -157,9 +170,10 @@ class NodesMetrics:
         number = GaugeMetricFamily(PREFIX + _OPEN, _OPEN_TEXT, labels=_LABELS[:1])
         number.add_metric([model], seen.num_open)
         yield number
-        moved = CounterMetricFamily(PREFIX + _MOVED, _MOVED_TEXT, labels=_LABELS[:1])
-        moved.add_metric([model], seen.num_moved)
-        yield moved
+        for name, text in _COUNTS.items():
+            count = CounterMetricFamily(PREFIX + name, text, labels=_LABELS[:1])
+            count.add_metric([model], seen.counts[name])
+            yield count
         node_up = GaugeMetricFamily(PREFIX + _NODE_UP, _NODE_UP_TEXT, labels=_LABELS)
         for nodes, is_alive in ((seen.nodes, True), (seen.gone, False)):
             for name, node in nodes.items():

@@ -106,6 +106,16 @@ class RemoteNodes:
         return self._gateway.num_moved
 
     @property
+    def num_attempts_lost(self) -> int:
+        """Number of attempts that were lost with a node or a connection, and tried again."""
+        return self._gateway.num_attempts_lost
+
+    @property
+    def num_nodes_lost(self) -> int:
+        """Number of times that a node was gone, also if it has come back."""
+        return self._gateway.num_nodes_lost
+
+    @property
     def num_open(self) -> int:
         """Number of requests that have not ended."""
         return self._gateway.num_open

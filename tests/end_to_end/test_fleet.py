@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
 
 import pytest
@@ -96,15 +96,61 @@ def load(server: Server, expected: list[list[int]]) -> Iterator[None]:
         assert sum(each.result() for each in runs) >= NUM_THREADS
 
 
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
-def test_a_fleet_survives_its_machines_and_scales_under_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A raylet and an actor are killed, and nodes are drained: every answer is right.
+class Fleet(NamedTuple):
+    """A server on a cluster of machines for one node each.
 
-    Each node has two devices; the answers are those of one engine with one device.
+    Attributes:
+        model: directory of the model.
+        cluster, machines: Ray's cluster, and its machines but the first.
+        server: the server.
+        expected: the answers to `PROMPTS` of one engine with one device.
+        environment: of its commands.
     """
+
+    model: Path
+    cluster: Any
+    machines: list[Any]
+    server: Server
+    expected: list[list[int]]
+    environment: dict[str, str]
+
+    def node(self, name: str, ask: Callable[[Any], object]) -> Any:
+        """Run a function in the process of a node."""
+        import ray
+
+        return ray.get(ray.get_actor(name).__ray_call__.remote(ask))
+
+    def kill_machine_of(self, name: str) -> None:
+        """Kill the raylet of the machine of a node, with all of its processes."""
+        import ray
+
+        host = self.node(name, lambda _: ray.get_runtime_context().get_node_id())
+        [machine] = [each for each in self.machines if each.node_id == host]
+        self.cluster.remove_node(machine, allow_graceful=False)
+
+    def metrics(self) -> list[str]:
+        """Return the lines of the server's metrics."""
+        with urlopen(self.server.url.replace("/v1", "/metrics")) as response:
+            lines: list[str] = response.read().decode().splitlines()
+        return lines
+
+    def count(self, name: str) -> int:
+        """Return the value of a count."""
+        [line] = [each for each in self.metrics() if each.startswith(f"radixkv:{name}_total{{")]
+        return int(float(line.split()[-1]))
+
+    def ups(self) -> dict[str, str]:
+        """Return which nodes serve, by name."""
+        return {
+            re.findall('node="(.*?)"', line)[0]: line.split()[-1]
+            for line in self.metrics()
+            if line.startswith("radixkv:node_up")
+        }
+
+
+@contextmanager
+def fleet(size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Serve with a fleet; there are four machines for nodes of two devices."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_DEDUP_LOGS", "0")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -118,7 +164,7 @@ def test_a_fleet_survives_its_machines_and_scales_under_load(
     expected = generate(model, tmp_path, "--device-blocks", 64)["outputs"]
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **MACHINE})
     machines = [cluster.add_node(num_cpus=2, **MACHINE) for _ in range(4)]
-    options = map(str, [*NODE_OPTIONS, "--ray", "prefill=1,decode=2,tp=2"])
+    options = map(str, [*NODE_OPTIONS, "--ray", size])
     environment = {
         **os.environ,
         "RAY_ADDRESS": cluster.address,
@@ -135,10 +181,27 @@ def test_a_fleet_survives_its_machines_and_scales_under_load(
     try:
         server = Server(process)
         ray.init(address=cluster.address, namespace="radixkv", log_to_driver=False)
+        yield Fleet(model, cluster, machines, server, expected, environment)
+    finally:
+        process.kill()
+        process.wait()
+        ray.shutdown()
+        cluster.shutdown()
 
-        def node(name: str, ask: Callable[[Any], object]) -> Any:
-            return ray.get(ray.get_actor(name).__ray_call__.remote(ask))
 
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
+def test_a_fleet_survives_its_machines_and_scales_under_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A raylet and an actor are killed, and nodes are drained: every answer is right.
+
+    Each node has two devices; the answers are those of one engine with one device.
+    """
+    import ray
+
+    with fleet("prefill=1,decode=2,tp=2", tmp_path, monkeypatch) as served:
+        server, model, environment = served.server, served.model, served.environment
         another = subprocess.run(
             [*MAIN, "serve", str(model), "--port=0", "--device-blocks=9", "--ray=tp=1"],
             env=environment,
@@ -148,10 +211,8 @@ def test_a_fleet_survives_its_machines_and_scales_under_load(
         message = "there is a fleet in this namespace of the Ray cluster already; name another with"
         assert (another.returncode, another.stdout) == (2, "")
         assert f"radixkv: {message} --ray-namespace: " in another.stderr
-        with load(server, expected):
-            host = node("decode-0", lambda _: ray.get_runtime_context().get_node_id())
-            [machine] = [each for each in machines if each.node_id == host]
-            cluster.remove_node(machine, allow_graceful=False)
+        with load(server, served.expected):
+            served.kill_machine_of("decode-0")
             server.wait_for("decode-0 serves at")  # Ray has started it again
             ray.kill(ray.get_actor("decode-1"))  # for good: Ray does not start it again
             server.wait_for("decode-1 has failed, and another node replaces it: ActorDiedError")
@@ -166,13 +227,7 @@ def test_a_fleet_survives_its_machines_and_scales_under_load(
                 said = f"the fleet shall have 1 prefill and {number} decode nodes\n"
                 assert (scaled.returncode, scaled.stdout) == (0, said), scaled.stderr
                 server.wait_for(message)
-        with urlopen(server.url.replace("/v1", "/metrics")) as response:
-            metrics = response.read().decode().splitlines()
-        ups = {
-            re.findall('node="(.*?)"', line)[0]: line.split()[-1]
-            for line in metrics
-            if line.startswith("radixkv:node_up")
-        }
+        ups = served.ups()
         assert ups.pop("decode-2", "0.0") == "0.0"  # until it has been silent for some time
         assert ups.pop("decode-1", "0.0") == "0.0"
         assert ups == dict.fromkeys(["prefill-0", "decode-0", "decode-3"], "1.0")
@@ -184,17 +239,38 @@ def test_a_fleet_survives_its_machines_and_scales_under_load(
                 assert secret.encode() not in entry.read_bytes()
             except OSError:  # it has ended
                 continue
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=100) == 0
-        session = Path(cluster.head_node.get_session_dir_path())
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=100) == 0
+        session = Path(served.cluster.head_node.get_session_dir_path())
         logs = [file for file in (session / "logs").rglob("*") if file.is_file()]
         assert any("decode-0 serves at" in file.read_text(errors="replace") for file in logs)
         for file in logs:
             text = file.read_text(errors="replace")
             assert secret not in text and PASSWORD not in text, file.name
         assert not any(secret in line or PASSWORD in line for line in server.lines)
-    finally:
-        process.kill()
-        process.wait()
-        ray.shutdown()
-        cluster.shutdown()
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
+def test_a_fleet_survives_the_machine_of_a_prefill_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs each request one attempt, and Ray starts the node again on another machine."""
+    import ray
+
+    with fleet("prefill=2,decode=1,tp=2", tmp_path, monkeypatch) as served:
+        assert served.count("num_nodes_lost") == served.count("num_attempts_lost") == 0
+        with load(served.server, served.expected):
+            served.kill_machine_of("prefill-0")
+            served.server.wait_for("prefill-0 serves at")
+            whole = dict.fromkeys(["prefill-0", "prefill-1", "decode-0"], "1.0")
+            while served.ups() != whole:  # until the gateway hears the node
+                assert served.server.complete(PROMPTS[0]) == served.expected[0]
+        # A client waits for one answer at a time, so each loses one attempt to a node that is lost.
+        num_lost = served.count("num_nodes_lost")
+        assert num_lost >= 1
+        assert served.count("num_attempts_lost") <= NUM_THREADS * num_lost
+        print(f"{num_lost} nodes and {served.count('num_attempts_lost')} attempts were lost")
+        names = {each["name"] for each in ray.util.list_named_actors(all_namespaces=True)}
+        assert names == {"fleet", "prefill-0", "prefill-1", "decode-0"}
+        assert not any("has failed" in line for line in served.server.lines)

@@ -123,3 +123,35 @@ def test_nothing_is_left_of_nodes_and_attempts_that_are_gone(role: str) -> None:
     join(gateway, "d0", 1000.0, epoch=9)
     join(gateway, "d0", 1001.0, epoch=9)  # now it looks at what it follows
     assert gateway._followed == {}
+
+
+@pytest.mark.parametrize("lost", ["p0", "d0"])
+@pytest.mark.parametrize("how", ["is silent", "comes back"])
+def test_a_lost_node_costs_its_requests_one_attempt(lost: str, how: str) -> None:
+    gateway = make("p0", "d0", max_attempts=1)
+    for name in "abc":
+        gateway.add_request(Request(name, [1, 2, 3], 2), 0.0)
+    gateway.tick(0.0)
+    for name in ("p1", "d1"):
+        join(gateway, name, 0.0)
+    others = sorted({"p0", "p1", "d0", "d1"} - {lost})
+    assert (gateway.num_nodes_lost, gateway.num_attempts_lost) == (0, 0)
+    now = SILENCE_S
+    if how == "comes back":
+        join(gateway, lost, now, epoch=2)
+    for name in others:
+        join(gateway, name, now)
+    gateway.take_actions()
+    for _ in range(3):
+        gateway.tick(now)
+    sent = [each.message for each in gateway.take_actions() if isinstance(each, SendToNode)]
+    runs = [message for message in sent if isinstance(message, RunPrefill)]
+    begun = sorted((each.key.request_id.split()[0], each.key.attempt) for each in runs)
+    assert begun == [("a", 2), ("b", 2), ("c", 2)]
+    assert (gateway.num_nodes_lost, gateway.num_attempts_lost) == (1, 3)
+    assert gateway.failures == {}
+    gateway.drain(others[0])
+    for name in others[1:]:
+        join(gateway, name, now + 4)
+    gateway.tick(now + SILENCE_S)  # one that was drained has ended
+    assert gateway.num_nodes_lost == (2 if how == "comes back" else 1)

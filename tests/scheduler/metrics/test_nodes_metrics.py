@@ -67,7 +67,8 @@ def test_each_node_has_its_values_until_it_is_gone() -> None:
             seen = await scrape(metrics)
             assert seen["radixkv:engine_up", ""] == 1
             assert seen["radixkv:num_requests_open", ""] == 0
-            assert seen["radixkv:num_requests_moved_total", ""] == 0
+            for name in ("num_requests_moved", "num_attempts_lost", "num_nodes_lost"):
+                assert seen[f"radixkv:{name}_total", ""] == 0
             for name in ("prefill-0", "decode-0", "decode-1"):
                 assert seen["radixkv:node_up", name] == 1
                 assert seen["radixkv:num_requests_running", name] == 0
@@ -83,6 +84,8 @@ def test_each_node_has_its_values_until_it_is_gone() -> None:
             await lose(engine, nodes, "decode-1")
             seen = await scrape(metrics)
             assert seen["radixkv:node_up", "decode-1"] == 0
+            assert seen["radixkv:num_nodes_lost_total", ""] == 1
+            assert seen["radixkv:num_attempts_lost_total", ""] == 0  # it had none
             assert seen["radixkv:node_up", "decode-0"] == 1
             assert ("radixkv:num_requests_running", "decode-1") not in seen
         last = await scrape(metrics)
@@ -148,4 +151,7 @@ def test_the_table_of_the_docs_is_that_of_the_metrics() -> None:
     documented = {name: (kind, text) for name, kind, text in rows}
     for each in NODE_METRICS:
         assert documented.pop(each.name) == (each.kind, each.text)
-    assert set(documented) == {"engine_up", "num_requests_open", "num_requests_moved", "node_up"}
+    assert set(documented) == {
+        *("engine_up", "num_requests_open", "num_requests_moved", "num_attempts_lost"),
+        *("num_nodes_lost", "node_up"),
+    }
