@@ -75,7 +75,7 @@ def node_options(arguments: argparse.Namespace, sizes: Sizes, role: str) -> list
         *("--token-budget", sizes.token_budget, "--max-running", sizes.max_running),
         *("--max-model-len", sizes.max_model_len),
     ]
-    for option in ("dtype", "tp", "host_blocks", "host_write", "storage_max_bytes"):
+    for option in ("dtype", "tp", "host_blocks", "host_write", "storage_max_bytes", "silence_s"):
         if getattr(arguments, option) is not None:
             options += [f"--{option.replace('_', '-')}", getattr(arguments, option)]
     if arguments.no_compilation_cache:
@@ -106,7 +106,7 @@ def _serve(
     nodes = RemoteNodes(
         channel,
         model=load_config(arguments.model_dir).name,
-        silence_s=SILENCE_S,
+        silence_s=SILENCE_S if arguments.silence_s is None else arguments.silence_s,
         stream=requests.has_stop,
     )
     with ProgressBar(quiet=False) as progress:

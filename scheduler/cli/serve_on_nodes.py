@@ -79,7 +79,7 @@ def connect(arguments: argparse.Namespace, say: Callable[[str], object]) -> Iter
             nodes = RemoteNodes(
                 channel,
                 model=config.name,
-                silence_s=SILENCE_S,
+                silence_s=SILENCE_S if arguments.silence_s is None else arguments.silence_s,
                 stream=True,
             )
             timeout_s = TIMEOUT_S if arguments.timeout_s is None else arguments.timeout_s

@@ -171,6 +171,13 @@ def add_nodes(group: Options, *, in_process: bool) -> None:
         help="how long to wait for nodes to connect, and for one to come back when none of its "
         "role is left (default: 120)",
     )
+    group.add_argument(
+        "--silence-s",
+        type=seconds,
+        metavar="S",
+        help="consider a node lost after S seconds without a message; nodes that this starts do "
+        "so, too (default: 5)",
+    )
 
 
 def add_sampling(group: Options) -> None:
@@ -216,8 +223,10 @@ def check(arguments: argparse.Namespace) -> None:
     check_excludes(arguments, "--disaggregate", *guided, hint=": nodes do not guide outputs")
     for place, option in enumerate(guided):
         check_excludes(arguments, option, *guided[place + 1 :])
-    if arguments.transport == "inprocess" and arguments.timeout_s is not None:
-        raise BadInputError("--timeout-s cannot be combined with --transport inprocess")
+    for option in ("timeout_s", "silence_s"):
+        if arguments.transport == "inprocess" and getattr(arguments, option) is not None:
+            name = option.replace("_", "-")
+            raise BadInputError(f"--{name} cannot be combined with --transport inprocess")
 
 
 def check_nodes(arguments: argparse.Namespace) -> None:
@@ -230,7 +239,10 @@ def check_nodes(arguments: argparse.Namespace) -> None:
         arguments,
         "--disaggregate",
         *("--transport", "--prefill", "--decode", "--gateway", "--secret-file", "--timeout-s"),
+        "--silence-s",
     )
+    if arguments.silence_s == 0:
+        raise BadInputError("--silence-s must be more than 0, got 0")
     settings_of_nodes = ("--transport", "--dtype", "--tp", "--device-blocks", "--depth")
     check_excludes(
         arguments,

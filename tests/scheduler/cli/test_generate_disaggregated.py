@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 
 from radixkv.kvcache.tiers import state
-from radixkv.scheduler.cli import generate, generate_on_nodes, nodes
+from radixkv.scheduler.cli import generate, generate_on_nodes, nodes, serve_on_nodes
 from radixkv.scheduler.cli.completions import Completions
 from radixkv.scheduler.cli.errors import BadInputError
 from radixkv.scheduler.cli.main import build_parser
@@ -114,6 +114,36 @@ def test_started_decode_nodes_get_the_depth(
     assert parsed.depth == (depth or 2)
 
 
+@pytest.mark.parametrize("command", ["generate", "serve"])
+@pytest.mark.parametrize("silence_s", [None, 9.0])
+def test_the_gateway_and_the_nodes_it_starts_get_the_silence(
+    radixkv: Any,
+    arguments: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    silence_s: float | None,
+) -> None:
+    started: list[list[str]] = []
+
+    def start(_: object, name: str, command: str, options: list[object], environment: Any) -> None:
+        started.append([command, "--name", name, *map(str, options)])
+
+    def make(*_: object, **options: Any) -> None:
+        assert options["silence_s"] == (silence_s or 5.0)
+        raise Stopped
+
+    monkeypatch.setattr(NodeProcesses, "start", start)
+    for module in (generate_on_nodes, serve_on_nodes):
+        monkeypatch.setattr(module, "RemoteNodes", make)
+    given = [] if silence_s is None else ["--silence-s", silence_s]
+    given += ["--device-blocks", 20, "--disaggregate"]
+    with pytest.raises(Stopped):
+        radixkv(*(arguments if command == "generate" else ("serve", arguments[1])), *given)
+    assert {each[0] for each in started} == {"prefill-node", "decode-node"}
+    for options in started:
+        assert build_parser().parse_args(options).silence_s == (silence_s or 5.0)
+
+
 @pytest.mark.parametrize("command", ["generate", "decode-node"])
 def test_a_depth_below_1_is_refused(radixkv: Any, model_dir: Path, command: str) -> None:
     outcome = radixkv(command, model_dir, "--depth", 0)
@@ -176,6 +206,12 @@ def test_nodes_may_have_storage_and_park_there(
         (("--gateway", "127.0.0.1:0"), "--gateway needs --disaggregate"),
         (("--secret-file", "x"), "--secret-file needs --disaggregate"),
         (("--timeout-s", 1), "--timeout-s needs --disaggregate"),
+        (("--silence-s", 1), "--silence-s needs --disaggregate"),
+        (("--disaggregate", "--silence-s", 0), "--silence-s must be more than 0, got 0"),
+        (
+            ("--disaggregate", "--transport", "inprocess", "--silence-s", 1),
+            "--silence-s cannot be combined with --transport inprocess",
+        ),
         (
             ("--disaggregate", "--transport", "inprocess", "--timeout-s", 1),
             "--timeout-s cannot be combined with --transport inprocess",
