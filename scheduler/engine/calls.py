@@ -123,6 +123,31 @@ def chain_digest(before: bytes, frames: Iterable[bytes]) -> bytes:
     return digest.digest()
 
 
+def bytes_to_array(data: bytes) -> np.ndarray:
+    """Return bytes as an array of a call, such as a name or a digest."""
+    return np.frombuffer(data, np.uint8).astype(np.int32)
+
+
+def array_to_bytes(array: np.ndarray) -> bytes:
+    """Return the bytes of `bytes_to_array`."""
+    return array.astype(np.uint8).tobytes()
+
+
+def check_weights(call: Call, digest: bytes) -> None:
+    """Compare the weights of this process with those of process 0.
+
+    Args:
+        call: has the digest of process 0's weights.
+        digest: of the weights of this process.
+
+    Raises:
+        CallError: if they differ.
+    """
+    due = array_to_bytes(call.arrays[0])
+    if digest != due:
+        raise CallError(f"new weights differ: process 0 has {due.hex()}, this one {digest.hex()}")
+
+
 class CallSender:
     """Numbers the calls of the process that plans, and compares what the others report.
 

@@ -221,13 +221,19 @@ class Engine:
             finished += self.step()
         return finished
 
-    def follow(self) -> None:
+    def follow(self, get_params: Callable[[str], Params] | None = None) -> None:
         """Execute what process 0 of the group dispatches, until it closes the group.
 
+        Args:
+            get_params: returns new weights by their ``weights_revision``, when process 0 has got
+                them by `reset_cache`. Its errors end the group, as other errors do.
+
         Raises:
-            GroupError: if process 0 is lost, or sends what cannot follow from what it sent before.
+            GroupError: if process 0 is lost, sends what cannot follow from what it sent before, or
+                has other weights, or new ones without ``get_params``.
+            ConfigError: for weights of other shapes, or in process 0.
         """
-        self._runner.follow()
+        self._runner.follow(get_params)
 
     def reset_cache(
         self,
@@ -244,14 +250,16 @@ class Engine:
 
         Args:
             keep: namespaces whose published KV stays.
-            params: new weights of the same shapes; None keeps the current ones.
+            params: new weights of the same shapes; None keeps the current ones. In a group, the
+                other processes get theirs by `follow`, and this waits for them.
             weights_revision: name of the weights in storage. If you return to earlier weights, pass
                 their name to find their KV. The name of different weights gives wrong tokens, which
                 the engine cannot detect.
 
         Raises:
             ConfigError: for weights of other shapes, or, with storage, for new weights under an
-                empty or the current name, or for new weights in a group. Nothing is changed.
+                empty or the current name. Nothing is changed.
+            GroupError: if another process does not get the same weights in the time of the group.
         """
         if params is not None:
             self._runner.check_params(params, weights_revision)
@@ -260,7 +268,7 @@ class Engine:
             self._read()
         self.scheduler.reset_cache(keep, weights_revision)
         if params is not None:
-            self._runner.set_params(params)
+            self._runner.set_params(params, weights_revision)
         if self._on_events is not None:
             self._report_events(self._on_events)
 

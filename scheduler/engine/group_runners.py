@@ -7,9 +7,10 @@
     Programs.run, draw                step, draw
     Adjustments, Logprobs             set_counts, adjust, count, logprobs, prompt_logprobs
     BlockCopies                       gather, scatter, copy, copy_sample
+    ModelRunner.set_params            weights, check_weights
 
 Only arrays of the host travel. All arrays of devices lie where the same call has put them before,
-in each process.
+in each process. Weights do not travel: each process gets its own.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from ..models import Batch, Model, Params
 from ..request import Request
 from .adjustments import Adjustments
 from .batch_state import BatchState
-from .calls import Call, Group
+from .calls import Call, Group, array_to_bytes, bytes_to_array, check_weights
 from .logprobs import Logprobs, TopLogprobs
-from .model_runner import ModelRunner
+from .model_runner import GetParams, ModelRunner
 from .programs import Programs, Rows
 from .step_arrays import Shape
 
@@ -53,21 +54,14 @@ def runner_class(group: Group) -> type[ModelRunner]:
 def describe_options(
     model: Model, manager: CacheManager, options: dict[str, Any]
 ) -> dict[str, str]:
-    """Return what must be the same in all processes, by name.
-
-    Weights are told apart by those that every device has as a whole, such as the norms.
-    """
-    digest = sha256()
-    for leaf in jax.tree.leaves(model.params):
-        if leaf.is_fully_replicated:
-            digest.update(np.asarray(leaf.addressable_data(0)).tobytes())
+    """Return what must be the same in all processes, by name."""
     named = {
         "radixkv": version("radixkv"),
         "jax": jax.__version__,
         "model": model.config.name,
         "configuration": model.config,
         "dtype": model.params.embedding.dtype,
-        "weights": digest.hexdigest()[:16],
+        "weights": digest_params(model.params).hex(),
         "mesh": None if model.mesh is None else dict(model.mesh.shape),
         "block_size": manager.block_size,
         "num_blocks": manager.num_blocks,
@@ -75,6 +69,17 @@ def describe_options(
         **options,
     }
     return {name: str(value) for name, value in named.items()}
+
+
+def digest_params(params: Params) -> bytes:
+    """Return 8 bytes that tell weights apart, by those that every device has whole: the norms."""
+    digest = sha256()
+    for leaf in jax.tree.leaves(params):
+        if isinstance(leaf, np.ndarray):
+            digest.update(leaf.tobytes())
+        elif leaf.is_fully_replicated:
+            digest.update(np.asarray(leaf.addressable_data(0)).tobytes())
+    return digest.digest()[:8]
 
 
 class LeadingRunner(ModelRunner):
@@ -126,13 +131,18 @@ class LeadingRunner(ModelRunner):
         self._group.wait((results.tokens, results.logprobs))
         return super().read()
 
-    def check_params(self, params: Params, weights_revision: str) -> None:
-        """Refuse new weights, which the other processes do not have.
+    def set_params(self, params: Params, weights_revision: str) -> None:
+        """Replace the weights, and wait until the other processes have, too.
 
         Raises:
-            ConfigError: always.
+            GroupError: if one is lost or late, or gets other weights.
         """
-        raise ConfigError("an engine on devices of several processes cannot take new weights")
+        super().set_params(params, weights_revision)
+        self._group.tell("weights", (), bytes_to_array(weights_revision.encode()))
+        # Only now, because the weights may be the results of programs that all processes run.
+        digest = digest_params(self.model.params)
+        self._group.tell("check_weights", (), bytes_to_array(digest))
+        self._group.wait(())
 
 
 class FollowingRunner(ModelRunner):
@@ -154,6 +164,7 @@ class FollowingRunner(ModelRunner):
             self._tiers.replace_copies(self._keep)
         self._logits = self._programs.logits  # adjusted, if the last step's are
         self._step: tuple[Array, Rows] | None = None
+        self._get_params: GetParams | None = None
 
     def _keep(self, copies: BlockCopies) -> BlockCopies:
         self._tier_copies = copies
@@ -168,8 +179,9 @@ class FollowingRunner(ModelRunner):
         process = self._group.process_id
         raise ConfigError(f"process {process} of the group takes no requests: call follow")
 
-    def follow(self) -> None:
+    def follow(self, get_params: GetParams | None) -> None:
         """Execute the calls of process 0, see `Engine.follow`."""
+        self._get_params = get_params
         for call in self._group.calls():
             self.execute(call)
 
@@ -177,7 +189,8 @@ class FollowingRunner(ModelRunner):
         """Dispatch what process 0 has dispatched with the same arrays.
 
         Raises:
-            CallError: for a call that there is not.
+            CallError: for a call that there is not, or other weights.
+            ConfigError: for weights of other shapes.
         """
         arrays = call.arrays
         match call.name:
@@ -193,8 +206,19 @@ class FollowingRunner(ModelRunner):
                 self._copies_of_tiers().copy(self.arrays, arrays[0], arrays[1], call.flags[0])
             case "copy_sample" if self._copies is not None:
                 self._copies.copy(self.arrays, arrays[0], arrays[1], call.flags[0])
+            case "weights":
+                self._take_weights(array_to_bytes(arrays[0]).decode())
+            case "check_weights":
+                check_weights(call, digest_params(self.model.params))
             case _:
                 self._sample_as_told(call)
+
+    def _take_weights(self, revision: str) -> None:
+        if self._get_params is None:
+            raise CallError("process 0 has new weights, and follow was called without get_params")
+        params = self._get_params(revision)
+        self.check_params(params, revision)
+        self.set_params(params, revision)
 
     def _copies_of_tiers(self) -> BlockCopies:
         if self._tier_copies is None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -35,6 +35,9 @@ from .stats import EngineStats
 from .step_arrays import Shapes, pack
 from .storage_namespace import check_namespace
 from .tier_copies import TierCopies
+
+GetParams: TypeAlias = Callable[[str], Params]
+"""Returns weights by their name; see `Engine.follow`."""
 
 _BLOCKS_PER_COPY: Final = 8
 """Blocks that one program copies for new samples; fewer are padded."""
@@ -360,7 +363,7 @@ class ModelRunner:
         batch.state = state
         return tokens
 
-    def follow(self) -> None:
+    def follow(self, get_params: GetParams | None) -> None:
         """Execute the calls of process 0, see `Engine.follow`.
 
         Raises:
@@ -387,8 +390,13 @@ class ModelRunner:
                 "weights need a name of their own"
             )
 
-    def set_params(self, params: Params) -> None:
-        """Replace the weights by checked ones; the caller resets the cache."""
+    def set_params(self, params: Params, weights_revision: str) -> None:
+        """Replace the weights by checked ones; the caller resets the cache.
+
+        Args:
+            params: the weights.
+            weights_revision: their name, which the other processes of a group need.
+        """
         model = self.model
         self.model = replace(model, params=shard_params(model.config, params, model.mesh))
 

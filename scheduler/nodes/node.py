@@ -209,7 +209,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
             self._read()
         self.scheduler.reset_cache(keep, weights_revision)
         if params is not None:
-            self._runner.set_params(params)
+            self._runner.set_params(params, weights_revision)
         if weights_revision:
             self._kv.set_revision(weights_revision)
 

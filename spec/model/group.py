@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
-from ..rules.group import G1, G2, G3, G4
+from ..rules.group import G1, G2, G3, G4, G5
 from ..rules.rule import require
 
 T = TypeVar("T")
@@ -16,6 +16,7 @@ class GroupLedger(Generic[T]):
 
     Attributes:
         sent: the calls of process 0, in order.
+        weights: those that process 0 has at each of them.
         executed: the calls of each other process, in order.
         is_faulty: whether a message was lost, doubled, damaged or out of order, or a process
             executed another call.
@@ -28,10 +29,18 @@ class GroupLedger(Generic[T]):
             processes: ids of the processes other than process 0.
         """
         self.sent: list[T] = []
+        self.weights: list[int] = []
         self.executed: dict[int, list[T]] = {process: [] for process in processes}
         self.is_faulty = False
 
-    def execute(self, process: int, number: int, call: T, *, is_damaged: bool) -> None:
+    def send(self, call: T, weights: int) -> None:
+        """Record that process 0 sends a call, and which weights it has."""
+        self.sent.append(call)
+        self.weights.append(weights)
+
+    def execute(
+        self, process: int, number: int, call: T, *, is_damaged: bool, weights: int | None
+    ) -> None:
         """Record that a process executes a call.
 
         Args:
@@ -39,12 +48,16 @@ class GroupLedger(Generic[T]):
             number: number of the call of process 0 that the message was sent for, from 1.
             call: the call as it arrived.
             is_damaged: whether the message was damaged on its way.
+            weights: those with which it is executed; None if it needs none.
         """
         done = self.executed[process]
         require(number == len(done) + 1, G1, "process {} executes call {} after {} calls",
                 process, number, len(done))  # fmt: skip
         require(not is_damaged, G2, "process {} executes {}, sent as {}",
                 process, call, self.sent[number - 1])  # fmt: skip
+        due = self.weights[number - 1]
+        require(weights in (None, due), G5, "process {} executes {} with weights {} instead of {}",
+                process, call, weights, due)  # fmt: skip
         done.append(call)
 
     def use(self) -> None:

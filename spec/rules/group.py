@@ -30,6 +30,10 @@ G4: Final = rule(
     "G4 no-error-without-a-fault",
     "Processes that execute the same calls, and whose messages arrive, go on without an error.",
 )
+G5: Final = rule(
+    "G5 same-weights",
+    "Every process executes a call with the weights that process 0 has when it sends the call.",
+)
 
 GROUP_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))
 """Every rule above, in order."""

@@ -22,10 +22,11 @@ from radixkv.kvcache import HostConfig
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.engine.calls import Call
 from radixkv.scheduler.errors import GroupError
-from radixkv.scheduler.models import load_model
+from radixkv.scheduler.models import Params, load_model
 from radixkv.scheduler.nodes.channel import Secret
 from radixkv.scheduler.nodes.process_group import ProcessGroup, init_processes
 from radixkv.scheduler.request import GREEDY, Request, SamplingParams
+from radixkv.scheduler.serving import GenerationParams
 
 SIZES: Final[dict[str, Any]] = {
     "block_size": 4,
@@ -78,11 +79,55 @@ def serve(engine: Engine) -> dict[str, Any]:
     }
 
 
+def train(params: Params) -> Params:
+    """Run a program on the devices of all processes, which wait for each other."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+
+    def step(params: Params) -> Params:
+        trained: Params = jax.tree.map(lambda leaf: 1.25 * leaf + 0 * leaf.sum(), params)
+        return trained
+
+    return jax.jit(step, out_shardings=shardings)(params)
+
+
+def serve_new_weights(engine: Engine, directory: Path, revision: str, what: str) -> dict[str, Any]:
+    """Get other weights amid some requests, and serve samples with them."""
+    requests = make_requests()
+    for request in requests:
+        engine.add_request(request)
+    for _ in range(6):
+        engine.step()
+    # After the steps, because all processes run all programs in the same order.
+    params = new_params(directory, revision, what)
+    engine.reset_cache(params=params, weights_revision=revision)
+    samples = GenerationParams(6, SAMPLED[1], n=3).make_requests("n", [8, *PREFIX], None, ())
+    for request in samples:
+        engine.add_request(request)
+    engine.run()
+    engine.manager.check()
+    return {"outputs": [list(each.output_tokens) for each in (*requests, *samples)]}
+
+
 def make_engine(directory: Path, group: ProcessGroup | None, **options: Any) -> Engine:
     """Make an engine on all devices of a group, or on one."""
-    mesh = None if group is None else Mesh(np.array(jax.devices()), ("tp",))
+    mesh = None if group is None else mesh_of_all()
     model = load_model(directory, mesh=mesh)
     return Engine(model, host=HostConfig(15, "through"), group=group, **{**SIZES, **options})
+
+
+def new_params(directory: Path, revision: str, what: str) -> Params:
+    """Weights of a name, of the host or trained by all processes; or, by mistake, the old ones."""
+    if what == "stale weights":
+        return load_model(directory).params
+    if what == "trained weights":
+        mesh = mesh_of_all() if jax.process_count() > 1 else None
+        return train(load_model(directory.with_name(revision), mesh=mesh).params)
+    return load_model(directory.with_name(revision)).params
+
+
+def mesh_of_all() -> Mesh:
+    """The devices of all processes."""
+    return Mesh(np.array(jax.devices()), ("tp",))
 
 
 def kill_at(group: ProcessGroup, number: int) -> None:
@@ -128,7 +173,10 @@ def main() -> None:
                 kill_at(group, 30)
             elif what == "forged":
                 forge_at(group, 30)
-            engine.follow()
+            engine.follow(lambda revision: new_params(directory, revision, what))
+        elif what.endswith("weights"):
+            given = directory, "other", what.replace("stale", "other")
+            print(json.dumps(serve_new_weights(engine, *given)), flush=True)
         elif what == "leader killed":
             engine.add_request(Request("a", PROMPTS[0], 12))
             engine.step()

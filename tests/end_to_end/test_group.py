@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -15,15 +16,17 @@ from radixkv.scheduler.engine.calls import (
     Call,
     CallReceiver,
     CallSender,
+    bytes_to_array,
     decode_call,
     encode_call,
 )
-from radixkv.scheduler.engine.group_runners import FollowingRunner, describe_options
+from radixkv.scheduler.engine.group_runners import FollowingRunner, describe_options, digest_params
 from radixkv.scheduler.errors import CallError, ConfigError
 from radixkv.scheduler.models import load_model, make_tiny_checkpoint
 from radixkv.scheduler.request import GREEDY, Request, SamplingParams
+from radixkv.scheduler.serving import GenerationParams
 
-from .on_processes import PROMPTS, SIZES, make_requests
+from .on_processes import PREFIX, PROMPTS, SIZES, make_requests
 
 pytestmark = pytest.mark.slow  # compiles for both processes
 
@@ -60,8 +63,8 @@ class Wire:
         self.num_waits += 1
 
     def calls(self) -> Iterator[Call]:
-        for frames in self.messages:
-            yield self.receiver.receive(frames)
+        while self.messages:
+            yield self.receiver.receive(self.messages.pop(0))
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +97,16 @@ def test_the_other_process_computes_the_same_kv(engines):
     leader.run()
     sampled = Request("n", PROMPTS[0], 4, sampling=SamplingParams(temperature=0.7, seed=9))
     leader.add_request(sampled)
+    params = GenerationParams(4, sampled.sampling, n=3)
+    for request in params.make_requests("samples", [33, 44, *PREFIX, 55, 66], None, ()):
+        leader.add_request(request)
     leader.run()
 
     group: Any = leader._runner._group
     names = {decode_call(frames[2:]).name for frames in group.messages}
     assert names == {
         *("request", "step", "draw", "set_counts", "adjust", "count", "logprobs"),
-        *("prompt_logprobs", "gather", "scatter"),
+        *("prompt_logprobs", "gather", "scatter", "copy_sample"),
     }
     assert leader.stats().scheduler.preemptions > 0
     assert leader.stats().scheduler.host_hit_tokens > 0
@@ -118,6 +124,54 @@ def test_the_other_process_computes_the_same_kv(engines):
     np.testing.assert_array_equal(*(each._runner._programs.logits for each in engines))
 
 
+def test_new_weights_come_to_each_process(engines, model):
+    leader, follower = engines
+    other = jax.tree.map(lambda leaf: leaf * 1.25, model.params)
+    requests = make_requests()[:3]
+    for request in requests:
+        leader.add_request(request)
+    for _ in range(3):
+        leader.step()
+    leader.reset_cache()  # with the same weights
+    leader.step()
+    leader.reset_cache(params=other, weights_revision="twice äs good")
+    leader.run()
+    asked = []
+
+    def get_params(revision: str) -> Any:
+        asked.append(revision)
+        return jax.tree.map(np.asarray, other)
+
+    follower.follow(get_params)
+    assert asked == ["twice äs good"]
+    for ours, theirs in zip(leader._runner.arrays.keys, follower._runner.arrays.keys, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    for engine in engines:
+        embedding = engine._runner.model.params.embedding
+        np.testing.assert_array_equal(embedding, other.embedding)
+
+
+def test_other_weights_than_those_of_process_0_end_the_group(engines, model):
+    runner: Any = engines[1]._runner
+    given = Call("weights", (), (bytes_to_array(b"b"),))
+    runner._get_params = None
+    with pytest.raises(CallError, match=r"^process 0 has new weights, and follow was called witho"):
+        runner.execute(given)
+    runner._get_params = lambda _: model.params._replace(embedding=model.params.embedding[1:])
+    with pytest.raises(ConfigError, match=r"^params must have the same shapes and dtypes as those"):
+        runner.execute(given)
+    runner._get_params = lambda _: model.params
+    runner.execute(given)
+    for params in (model.params, jax.tree.map(np.asarray, model.params)):
+        digest = digest_params(params)
+        assert len(digest) == 8
+        runner.execute(Call("check_weights", (), (bytes_to_array(digest),)))
+    with pytest.raises(
+        CallError, match=r"^new weights differ: process 0 has 3{16}, this one \w{16}$"
+    ):
+        runner.execute(Call("check_weights", (), (bytes_to_array(b"3" * 8),)))
+
+
 def test_each_process_describes_the_same_options(engines, model):
     ours, theirs = (engine._runner._group.options for engine in engines)
     assert ours == theirs
@@ -130,8 +184,9 @@ def test_what_a_group_refuses(engines, model):
     leader, follower = engines
     with pytest.raises(ConfigError, match=r"^process 1 of the group takes no requests: call fol"):
         follower.add_request(Request("a", [2], 1, sampling=GREEDY))
-    with pytest.raises(ConfigError, match=r"^an engine on devices of several processes cannot tak"):
-        leader.reset_cache(params=model.params)
+    other_shapes = model.params._replace(embedding=model.params.embedding[1:])
+    with pytest.raises(ConfigError, match=r"^params must have the same shapes and dtypes as those"):
+        leader.reset_cache(params=other_shapes)
     for engine in (leader, Engine(model, **SIZES)):
         with pytest.raises(ConfigError, match=r"^follow is for the processes of a group other tha"):
             engine.follow()

@@ -23,7 +23,7 @@ from radixkv.scheduler.request import SamplingParams
 from radixkv.scheduler.serving import LLM, GenerationParams
 
 from ..ports import reserved_port
-from .on_processes import KILLED, LOST, PROMPTS, make_engine, serve
+from .on_processes import KILLED, LOST, PROMPTS, make_engine, serve, serve_new_weights
 
 ROOT = Path(__file__).parents[2]
 TINY = {"num_key_value_heads": 4, "num_hidden_layers": 1, "vocab_size": 256}
@@ -118,6 +118,16 @@ def test_several_processes_serve_as_one_does(directory, alone, processes, device
     assert served["prompt"][1:] == pytest.approx(alone["prompt"][1:], abs=1e-4)
 
 
+@pytest.mark.parametrize("what", ["other weights", "trained weights"])
+def test_new_weights_come_to_each_process(directory, what):
+    (status, output, errors), (other, _, others) = on_processes(directory, what)
+    assert (status, other) == (0, 0), (errors, others)
+    engine = make_engine(directory, None)
+    expected = serve_new_weights(engine, directory, "other", what)
+    assert engine.close(timeout_s=1000)
+    assert json.loads(output.splitlines()[-1]) == expected
+
+
 @pytest.mark.parametrize(
     ("what", "statuses", "leads", "follows"),
     [
@@ -128,6 +138,12 @@ def test_several_processes_serve_as_one_does(directory, alone, processes, device
             [LOST, LOST],
             "process 1 reports call 30 with another digest: it has executed other calls than ",
             "",
+        ),
+        (
+            "stale weights",
+            [LOST, LOST],
+            "process 1 is lost: ",
+            r"new weights differ: process 0 has (\w{16}), this one (?!\1)\w{16}$",
         ),
         (
             "other options",

@@ -19,6 +19,9 @@ from radixkv.scheduler.engine.calls import (
     Call,
     CallReceiver,
     CallSender,
+    array_to_bytes,
+    bytes_to_array,
+    check_weights,
     decode_call,
     describe_difference,
     encode_call,
@@ -28,10 +31,10 @@ from radixkv.spec.model.group import GroupLedger
 from radixkv.spec.rules.rule import Violation
 
 START = b"options"
-FAULTS = ("lose", "double", "swap", "damage", "forge")
+FAULTS = ("lose", "double", "swap", "damage", "forge", "mistake")
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(("send", "deliver", "report", "use")),
+        st.sampled_from(("send", "update", "deliver", "report", "use")),
         st.integers(1, 2),
         st.sampled_from((None, None, None, *FAULTS)),
     ),
@@ -40,7 +43,11 @@ STEPS = st.lists(
 
 
 class World:
-    """Process 0 and two others; the messages to and from each are in a queue."""
+    """Process 0 and two others; the messages to and from each are in a queue.
+
+    Weights are numbers. After an update, each process gets those of the call's revision; by
+    mistake, they may be others.
+    """
 
     def __init__(self, module: Any = calls) -> None:
         self.module, self.error = module, module.CallError
@@ -51,6 +58,7 @@ class World:
         self.to: dict[int, deque[tuple[int, list[bytes], bool]]] = {1: deque(), 2: deque()}
         self.back: dict[int, deque[list[bytes]]] = {1: deque(), 2: deque()}
         self.ended = False
+        self.weights = dict.fromkeys(range(3), 0)
 
     def apply(self, kind: str, process: int, fault: str | None) -> None:
         """Do one step; a process that ends with an error ends the group."""
@@ -63,9 +71,17 @@ class World:
             self.ledger.end(str(error))
 
     def send(self, process: int, fault: str | None) -> None:
+        self.tell("step", len(self.ledger.sent) + 1)
+
+    def update(self, process: int, fault: str | None) -> None:
+        self.weights[0] += 1
+        self.tell("weights", self.weights[0])
+        self.tell("check_weights", self.weights[0])
+
+    def tell(self, name: str, value: int) -> None:
         number = len(self.ledger.sent) + 1
-        self.ledger.sent.append(bytes([number]))
-        call = self.module.Call("step", (number,), (np.array([number], np.int32),))
+        self.ledger.send(bytes([value]), self.weights[0])
+        call = self.module.Call(name, (number,), (self.module.bytes_to_array(bytes([value])),))
         frames = self.sender.send(call)
         for each in self.to:
             self.to[each].append((number, list(frames), False))
@@ -93,8 +109,14 @@ class World:
                 frames[1] = calls.chain_digest(self.digests[process], frames[2:])
         receiver = self.receivers[process]
         call = receiver.receive(frames)
-        executed = bytes([call.arrays[0].view(np.uint8)[0]])
-        self.ledger.execute(process, number, executed, is_damaged=is_damaged)
+        executed = self.module.array_to_bytes(call.arrays[0])
+        match call.name:
+            case "weights":
+                self.weights[process] = 99 if fault == "mistake" else executed[0]
+            case "check_weights":
+                self.module.check_weights(call, bytes([self.weights[process]]))
+        weights = self.weights[process] if call.name == "step" else None
+        self.ledger.execute(process, number, executed, is_damaged=is_damaged, weights=weights)
         self.digests[process] = frames[1]
         self.back[process].append(receiver.acknowledge())
 
@@ -174,6 +196,16 @@ BUGS = {
     "a receiver forgets the digest of the last call": (
         ("self.number, self._digest = number, digest", "self.number = number"),
         ([SEND, ("deliver", 1, None), SEND, ("deliver", 1, None)], "G4"),
+    ),
+    "a process does not compare weights": (
+        ("if digest != due:", "if False:"),
+        (
+            [
+                *(("update", 1, None), SEND, ("deliver", 1, "mistake")),
+                *(("deliver", 1, None), ("deliver", 1, None)),
+            ],
+            "G5",
+        ),
     ),
     "the digest of the sender covers one call": (
         (
@@ -256,6 +288,19 @@ def test_what_each_error_says():
     assert sender.late == []
     with pytest.raises(CallError, match=r"^process 1 reports call 2 where call 3 of 2 is due$"):
         sender.acknowledge(1, receiver.acknowledge())
+
+
+def test_weights_that_differ_are_found():
+    call = Call("check_weights", (), (bytes_to_array(b"\0\xff"),))
+    check_weights(decode_call(encode_call(call)), b"\0\xff")
+    with pytest.raises(CallError, match=r"^new weights differ: process 0 has 00ff, this one 00fe$"):
+        check_weights(call, b"\0\xfe")
+
+
+@given(st.binary(max_size=5))
+def test_bytes_survive_as_an_array(data):
+    array = bytes_to_array(data)
+    assert array.dtype == np.int32 and array_to_bytes(array) == data
 
 
 def test_options_that_differ_are_named():
