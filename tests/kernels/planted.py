@@ -30,7 +30,7 @@ def planted_below(
 
     Modules of `below` that use each other come in that order, the lowest first.
     """
-    copies: list[ModuleType] = []
+    copies: list[tuple[ModuleType, ModuleType]] = []
     for each in (*below, module):
         assert each.__file__ is not None
         with open(each.__file__) as file:
@@ -38,12 +38,15 @@ def planted_below(
         here = {old: new for old, new in changes.items() if old in source}
         changes = {old: new for old, new in changes.items() if old not in here}
         copy = planted(each, here)
-        for lower in copies:
-            names = vars(copy).keys() & vars(lower).keys()
-            vars(copy).update({name: vars(lower)[name] for name in names if name[:2] != "__"})
+        for original, lower in copies:
+            # What the module imports from it; both may define another thing of the same name.
+            names = vars(each).keys() & vars(original).keys() & vars(lower).keys()
+            imported = {n for n in names if vars(each)[n] is vars(original)[n] and n[:2] != "__"}
+            vars(copy).update({name: vars(lower)[name] for name in imported})
             if (short := lower.__name__.rpartition(".")[2]) in vars(copy):
                 vars(copy)[short] = lower
-        copies.append(copy)
+        copies.append((each, copy))
     assert not changes, f"not in any of the modules: {changes}"
-    vars(copies[-1]).update(constants)
-    return copies[-1]
+    made = copies[-1][1]
+    vars(made).update(constants)
+    return made

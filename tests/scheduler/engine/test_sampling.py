@@ -191,8 +191,9 @@ def test_each_draw_is_that_of_the_oracle():
     num_close = 0
     for row in range(rows):
         temperature, top_k, top_p = (float(field[row]) for field in fields[:3])
-        # The float32 sum of a nucleus may be on the other side of top_p.
-        nuclei = [kept(logits[row], temperature, int(top_k), top_p + by) for by in (-1e-5, 1e-5)]
+        # The float32 sum of a nucleus may be on the other side of top_p, unless all is kept.
+        off = 1e-5 if top_p < 1 else 0.0
+        nuclei = [kept(logits[row], temperature, int(top_k), top_p + by) for by in (-off, off)]
         scores = logits[row].astype(np.float64) / temperature + noise[row]
         scores[[token for token in range(vocabulary) if token not in nuclei[0]]] = -np.inf
         best, second = np.sort(scores)[:-3:-1]
