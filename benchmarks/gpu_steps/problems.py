@@ -149,6 +149,7 @@ FULL = Sizes(
         "512 new, 32k cached": (Row(512, 32768),),
         "128 new, 32k cached": (Row(128, 32768),),
         "8 new, 32k cached": (Row(8, 32768),),
+        "512 new, and 63 x 1 new, 4k cached": (Row(512, 0), *[Row(1, 4095)] * 63),
         "16 ragged rows": RAGGED,
     },
     tuned_extend=("8192 new", "512 new, 32k cached", "128 new, 32k cached"),

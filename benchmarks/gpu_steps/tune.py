@@ -139,18 +139,14 @@ def _decode(sizes: Sizes, block_size: int, kind: Kind, quick: bool) -> Iterator[
 def _extend(sizes: Sizes, block_size: int, kind: Kind, quick: bool) -> Iterator[Timing]:
     device = target_device()
     names = sizes.tuned_extend if kind == sizes.kind else sizes.tuned_extend[:1]
-    itemsize = jnp.dtype(kind.dtype).itemsize
     options = check_options(kind.head_dim**-0.5, None, None, None, sizes.kv_heads * kind.group)
     rule = extend_rules.choose_config(kind.head_dim, device.num_cores)
     for name in names:
         rows = sizes.extend[name]
         tokens = sum(-(-row.new // 8) * 8 for row in rows)
-        single = decode_rules.choose_config(
-            len(rows), sizes.kv_heads, kind.head_dim, itemsize, device.num_cores
-        )
         for config in _others(rule, extend_configs(rule, kind.head_dim), quick):
 
-            def attend(*arrays: Any, config: Any = config, single: Any = single) -> jax.Array:
+            def attend(*arrays: Any, config: Any = config) -> jax.Array:
                 *given, scales = arrays
                 return extend_mosaic.extend(
                     *given,
@@ -159,7 +155,6 @@ def _extend(sizes: Sizes, block_size: int, kind: Kind, quick: bool) -> Iterator[
                     options=options,
                     return_lse=False,
                     config=config,
-                    decode_config=single,
                     interpret=_interpret(device),
                 )[0]
 

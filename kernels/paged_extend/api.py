@@ -14,7 +14,6 @@ from ..argument_checks import (
 )
 from ..backends import Backend, choose_backend, is_gpu, target_device
 from ..online_softmax import check_options
-from ..paged_decode.api import config_for as decode_config_for
 from ..tuning import bucket, tuned
 from .batched import extend as extend_batched
 from .config import ExtendConfig, choose_config, unsupported
@@ -93,9 +92,9 @@ def paged_extend(
         [block_tables[b, p // block_size], kv_head, p % block_size, :]
 
     and query head ``i`` reads KV head ``i // (q_heads // kv_heads)``. Write the KV of the query
-    tokens into the pools before. Rows of one query are computed as by `paged_decode`, together and
-    at its cost. Memory beyond a row's ``kv_lengths`` is never used: it may hold NaN, and its table
-    entries may be anything.
+    tokens into the pools before. Rows of one query cost the KV that they read, as in
+    `paged_decode`. Memory beyond a row's ``kv_lengths`` is never used: it may hold NaN, and its
+    table entries may be anything.
 
     Args:
         q: Queries, bfloat16, float16 or float32; accumulation is in float32.
@@ -147,14 +146,8 @@ def paged_extend(
         out: Array
         lse: Array | None
         config = config_for(q, k_blocks)
-        decode_config = decode_config_for(q.shape[1], k_blocks, block_tables)
         out, lse = extend_mosaic(
-            *arrays,
-            scales,
-            options=options,
-            return_lse=return_lse,
-            config=config,
-            decode_config=decode_config,
+            *arrays, scales, options=options, return_lse=return_lse, config=config
         )
     else:
         extend = extend_batched if is_gpu() else extend_xla

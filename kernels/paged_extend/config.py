@@ -29,6 +29,10 @@ WARPGROUPS = 2
 """Number of consumer warpgroups; one more is the producer."""
 TILE_ROWS = WARPGROUPS * ROWS
 """Matrix rows of a work tile: tokens times query heads that share a KV head."""
+SMALLEST_SHARE = 2
+"""KV steps of a thread block, of which the first waits for its memory and the second does not."""
+TOLERANCE = 16
+"""A thread block may have a 16th more than a fair share, if fewer tiles are divided then."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,8 @@ def choose_config(head_dim: int, num_cores: int) -> ExtendConfig:
 
     Quantised tiles take another 16 or 32 KiB; with a head_dim of 128 the output is then stored in
     two parts. No register spills (ptxas 13.5, JAX 0.10.2 and 0.12.0.1), even with a head_dim of
-    256, where the output takes 128 registers per thread. The exception: up to 44 bytes with a
-    head_dim of 112 or 128, all options and 3 or 5 heads of a tile, in JAX 0.10.2 and 0.11.2.
+    256, where the output takes 128 registers per thread. The exception: 16 bytes with a head_dim of
+    128, all options and 3 or 5 heads of a tile, in JAX 0.11.2.
     """
     if head_dim <= 64:
         return ExtendConfig(num_cores, block_kv=128, stages=4)

@@ -44,35 +44,35 @@ class Consumer(NamedTuple):
         params, refs, warpgroup = self
         if params.interpret is None:
             plgpu.set_max_registers(params.registers[0], action="increase")
-        waves = params.num_waves(refs)
+        number = params.num_work_tiles(refs)
 
-        @when(waves > 0)
+        @when(number > 0)
         def load_first_q() -> None:
             self.load_q(jnp.int32(0))
 
-        def tile(wave: Array, before: Array) -> Array:
-            item = params.work_tile(refs, wave).item
+        def tile(index: Array, before: Array) -> Array:
+            item = params.work_tile(refs, index).item
             plgpu.barrier_wait(refs.q_full.at[warpgroup])
             # Warpgroup 0 enters the tensor cores first in each tile, and hands them over last.
             pl.when(warpgroup == 1)(self.ping_pong)
             state = self.attend(item, before)
             pl.when(warpgroup == 0)(self.ping_pong)
 
-            @when(wave + 1 < waves)
+            @when(index + 1 < number)
             def load_next_q() -> None:
-                self.load_q(wave + 1)
+                self.load_q(index + 1)
 
-            work = params.work_tile(refs, wave)  # loaded again, to save registers
+            work = params.work_tile(refs, index)  # loaded again, to save registers
             self.store(work, state)
             return before + work.item.step_end - work.item.step_begin
 
-        lax.fori_loop(0, waves, tile, jnp.int32(0))
+        lax.fori_loop(0, number, tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
-    def load_q(self, wave: Array) -> None:
-        """Start to copy this warpgroup's queries of a wave."""
+    def load_q(self, index: Array) -> None:
+        """Start to copy this warpgroup's queries of a work tile."""
         params, refs, warpgroup = self
-        _, head_group, item = params.work_tile(refs, wave)
+        work = params.work_tile(refs, index)
 
         for w in range(WARPGROUPS):
 
@@ -82,8 +82,8 @@ class Consumer(NamedTuple):
                 for _ in range(params.q_arrivals - len(copies)):
                     plgpu.barrier_arrive(refs.q_full.at[w])
                 for row, g, token, rows in copies:
-                    first = pl.multiple_of(item.first_token + token, ALIGNMENT)
-                    source = refs.q.at[pl.ds(first, rows), head_group * params.group + g]
+                    first = pl.multiple_of(work.item.first_token + token, ALIGNMENT)
+                    source = refs.q.at[pl.ds(first, rows), work.head_group * params.group + g]
                     target = refs.shared_q.at[w, pl.ds(row, rows)]
                     plgpu.copy_gmem_to_smem(source, target, refs.q_full.at[w])
 
@@ -199,13 +199,13 @@ class Consumer(NamedTuple):
     def store(self, work: WorkTile, state: SoftmaxState) -> None:
         """Normalise and store the tile; a row that saw nothing gets 0, and -inf as lse."""
         params, refs, warpgroup = self
-        index, head_group, item = work
         weighted, peak, total = state
         empty = total == 0.0
-        valid = jnp.where(item.fits != 0, 1.0, jnp.nan).astype(jnp.float32)
+        valid = jnp.where(work.item.fits != 0, 1.0, jnp.nan).astype(jnp.float32)
         factor = valid
         if refs.sinks is not None:
-            sink = load(refs.sinks.at[head_group], warpgroup, ROW_VECTOR, params.interpret)
+            sink = load(refs.sinks.at[work.head_group], warpgroup, ROW_VECTOR, params.interpret)
+            sink += jnp.where(work.whole, 0.0, -jnp.inf)  # the merge of parts adds it
             new_peak = jnp.maximum(peak, sink)
             factor = jnp.exp2(peak - new_peak)
             total = total * factor + jnp.exp2(sink - new_peak)
@@ -213,18 +213,31 @@ class Consumer(NamedTuple):
             factor *= valid
         total = jnp.where(empty, jnp.ones_like(total), total)
         result = weighted * lax.broadcast_in_dim(factor / total, weighted.shape, [0])
+        log = jnp.where(empty, -jnp.inf, peak + jnp.log2(total)) * valid
+
+        @when(~work.whole)
+        def store_part() -> None:
+            refs.parts[work.part, warpgroup] = result
+            refs.part_lses[work.part, warpgroup] = log
+
+        @when(work.whole)
+        def store_whole() -> None:
+            self.store_whole(work, result, log)
+
+    def store_whole(self, work: WorkTile, result: Array, log: Array) -> None:
+        """Store the output of a tile, and its log-sum-exp, which is in base 2 here."""
+        params, refs, warpgroup = self
         for column in range(0, params.head_dim, params.out_columns):
             # The previous copies must have read the staging memory.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             part = result[:, column : column + params.out_columns]
             refs.shared_out[warpgroup] = part.astype(params.dtype)
             plgpu.commit_smem()  # of output
-            pl.loop(0, params.group)(partial(self.store_head, head_group, item, column))
+            pl.loop(0, params.group)(partial(self.store_head, work.head_group, work.item, column))
         if refs.lse is not None:
-            log = (peak + jnp.log2(total)) * (1 / LOG2_E)
-            refs.shared_lse[warpgroup] = jnp.where(empty, -jnp.inf, log) * valid
+            refs.shared_lse[warpgroup] = log * (1 / LOG2_E)
             plgpu.commit_smem()  # of lse
-            target = refs.lse.at[index, head_group, warpgroup]
+            target = refs.lse.at[work.item_index, work.head_group, warpgroup]
             plgpu.copy_smem_to_gmem(refs.shared_lse.at[warpgroup], target)
 
     def store_head(self, head_group: Array, item: WorkItem, column: int, g: Array) -> None:

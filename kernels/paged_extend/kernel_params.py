@@ -12,7 +12,8 @@ from jaxtyping import Array
 from ..mosaic_compat import Interpret, plgpu, tiles
 from ..online_softmax import AttentionOptions
 from .config import COLUMNS, ROWS, WARPGROUPS, ExtendConfig
-from .work_list import WorkItem, zigzag
+from .shares import Share
+from .work_list import WorkItem
 
 MATRIX = plgpu.Layout.WGMMA
 
@@ -25,7 +26,7 @@ class KernelRefs(NamedTuple):
     v: Any
     tables: Any
     items: Any
-    num_items: Any
+    shares: Any
     k_scales: Any
     v_scales: Any
     """As in `paged_extend` for quantised pools, else None."""
@@ -34,6 +35,10 @@ class KernelRefs(NamedTuple):
     out: Any
     lse: Any
     """[items, head_groups, WARPGROUPS, ROWS] float32, or None."""
+    parts: Any
+    """[parts, WARPGROUPS, ROWS, head_dim] float32: results of parts of divided work tiles."""
+    part_lses: Any
+    """[parts, WARPGROUPS, ROWS] float32, in base 2."""
     shared_q: Any
     """[WARPGROUPS, ROWS, head_dim]"""
     shared_k: Any
@@ -60,11 +65,18 @@ class KernelRefs(NamedTuple):
 
 
 class WorkTile(NamedTuple):
-    """The work of a thread block in one wave: a query tile for one group of query heads."""
+    """What a thread block computes at a time: a query tile for one group of query heads.
+
+    Or a part of it: the KV steps of `item` are those of the part.
+    """
 
     item_index: Array
     head_group: Array
     item: WorkItem
+    whole: Array
+    """Whether it has all KV steps of the query tile."""
+    part: Array
+    """Index of its result among the parts, unless it is whole."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +110,10 @@ class KernelParams:
         """Registers per thread of a consumer and of the producer.
 
         Three warpgroups of 168 registers have 128 * (2 * 224 + 56) together. The producer needs
-        more if a step has many blocks, consumers need more if the output is wide.
+        more if a step has many blocks, or to dequantise; consumers need more if the output is wide.
         """
+        if self.quantised:
+            return 208, 88
         return (216, 72) if self.head_dim <= 128 else (224, 56)
 
     @property
@@ -166,21 +180,30 @@ class KernelParams:
             *quantised,
         )
 
-    def work_tile(self, refs: KernelRefs, wave: Array) -> WorkTile:
-        """The work tile of this thread block in a wave."""
-        index = zigzag(wave, lax.axis_index("program"), self.config.programs)
-        item = lax.div(index, jnp.int32(self.head_groups))
-        head_group = lax.rem(index, jnp.int32(self.head_groups))
-        fields = range(len(WorkItem._fields))
-        return WorkTile(item, head_group, WorkItem(*(refs.items[item, field] for field in fields)))
+    def work_tile(self, refs: KernelRefs, index: Array) -> WorkTile:
+        """The work tile of this number of this thread block."""
+        program = lax.axis_index("program")
+        share = Share(*(refs.shares[program, field] for field in range(len(Share._fields))))
+        piece = share.piece(index, program, self.config.programs)
+        number = lax.div(piece.tile, jnp.int32(self.head_groups))
+        head_group = lax.rem(piece.tile, jnp.int32(self.head_groups))
+        item = WorkItem(*(refs.items[number, field] for field in range(len(WorkItem._fields))))
+        steps = item.step_end - item.step_begin
+        begin = item.step_begin + piece.begin
+        end = item.step_begin + jnp.minimum(piece.end, steps)
+        of_piece = item._replace(
+            step_begin=begin,
+            full_begin=jnp.clip(item.full_begin, begin, end),
+            full_end=jnp.clip(item.full_end, begin, end),
+            step_end=end,
+        )
+        whole = (piece.begin == 0) & (piece.end >= steps)
+        return WorkTile(number, head_group, of_piece, whole, piece.part)
 
-    def num_waves(self, refs: KernelRefs) -> Array:
+    def num_work_tiles(self, refs: KernelRefs) -> Array:
         """Number of work tiles of this thread block."""
-        work_tiles = refs.num_items[0] * self.head_groups
-        whole = lax.div(work_tiles, jnp.int32(self.config.programs))
-        last = zigzag(whole, lax.axis_index("program"), self.config.programs)
-        waves: Array = whole + (last < work_tiles).astype(jnp.int32)
-        return waves
+        number: Array = refs.shares[lax.axis_index("program"), Share._fields.index("num_pieces")]
+        return number
 
     def stage(self, step: Array) -> Array:
         """Pipeline stage of a KV step, counted over all work tiles of the thread block."""

@@ -28,10 +28,12 @@ class Producer(NamedTuple):
         if params.interpret is None:
             plgpu.set_max_registers(params.registers[1], action="decrease")
 
-        def tile(wave: Array, before: Array) -> Array:
-            _, head_group, item = params.work_tile(refs, wave)
-            head = lax.div(head_group, jnp.int32(params.groups_per_kv_head))
-            step = partial(self.copy_step, head, item, before - item.step_begin)
+        def tile(index: Array, before: Array) -> Array:
+            work = params.work_tile(refs, index)
+            item = work.item
+            head = lax.div(work.head_group, jnp.int32(params.groups_per_kv_head))
+            offset = before - item.step_begin
+            step = partial(self.copy_step, head, item, offset)
             if params.quantised:
                 for is_k in (True, False):
 
@@ -39,15 +41,15 @@ class Producer(NamedTuple):
                     def load_first(is_k: bool = is_k) -> None:
                         self.load_quantised(is_k, head, item, item.step_begin)
 
-                step = partial(self.dequantise_step, head, item, before - item.step_begin)
+                step = partial(self.dequantise_step, head, item, offset)
             pl.loop(item.step_begin, item.step_end)(step)
-            return before + item.step_end - item.step_begin
+            return offset + item.step_end
 
         def tail(step: Array) -> None:
             plgpu.barrier_wait(refs.k_empty.at[params.stage(step)])
             plgpu.barrier_wait(refs.v_empty.at[params.stage(step)])
 
-        total = lax.fori_loop(0, params.num_waves(refs), tile, jnp.int32(0))
+        total = lax.fori_loop(0, params.num_work_tiles(refs), tile, jnp.int32(0))
         # The producer must not exit before the consumers have released all stages.
         pl.loop(jnp.maximum(total - params.config.stages, 0), total)(tail)
 

@@ -18,7 +18,8 @@ position that its first valid token sees to the position of its last valid token
         step_begin ^    ^              ^    ^ step_end        ~ masked: some token sees only a part
               full_begin               full_end               - full: every valid token sees all
 
-Rows of one query token have no tile: `attend_single_tokens` passes them to a decode kernel.
+A row of one query token has a tile of its own here. The backends of XLA leave such rows out, and
+pass them to their decode kernels (`attend_single_tokens`).
 """
 
 from collections.abc import Callable
@@ -102,7 +103,8 @@ def build_work_list(
     tiles = jnp.where(q_lengths > 0, (ends_at - base + tile_tokens - 1) // tile_tokens, 0)
     tiles_end = jnp.cumsum(tiles, dtype=jnp.int32)
     index = jnp.arange(max_items(num_tokens, batch, tile_tokens), dtype=jnp.int32)
-    row = jnp.searchsorted(tiles_end, index, side="right").astype(jnp.int32)
+    # Comparisons of all with all are one launch; other ways to search are loops on the host.
+    row = jnp.searchsorted(tiles_end, index, side="right", method="compare_all").astype(jnp.int32)
     row = jnp.minimum(row, batch - 1)
     start = base[row] + (index - (tiles_end[row] - tiles[row])) * tile_tokens
     valid_begin = jnp.maximum(jnp.maximum(start, q_starts[row]), 0)
@@ -139,25 +141,13 @@ def build_work_list(
     starts = jnp.where(q_lengths > 0, q_starts, num_tokens)
     by_start = jnp.argsort(starts)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    nearest = jnp.searchsorted(starts[by_start], token, side="right").astype(jnp.int32) - 1
+    nearest = jnp.searchsorted(starts[by_start], token, side="right", method="compare_all")
+    nearest = nearest.astype(jnp.int32) - 1
     owner = by_start[jnp.maximum(nearest, 0)]
     in_row = (nearest >= 0) & (token < ends_at[owner]) & (q_lengths[owner] > 0)
     item = tiles_end[owner] - tiles[owner] + (token - base[owner]) // tile_tokens
     item_of_token = jnp.where(in_row, place[jnp.clip(item, 0, index.size - 1)], -1)
     return WorkList(jnp.stack(items, axis=1)[order], num_items[None], item_of_token)
-
-
-def zigzag(wave: jax.Array, program: jax.Array, num_programs: int) -> jax.Array:
-    """Index of the work tile that a persistent program computes in a wave.
-
-    Work tiles are sorted by cost, longest first. Reversing every other wave balances the load::
-
-        wave 0    0  1  2  3       programs from left to right
-        wave 1    7  6  5  4
-        wave 2    8  9 10 11
-    """
-    across = jnp.where(wave % 2 == 0, program, num_programs - 1 - program)
-    return wave * num_programs + across
 
 
 def attend_single_tokens(

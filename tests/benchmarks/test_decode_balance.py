@@ -33,3 +33,18 @@ def test_a_mixed_batch_of_latents_uses_the_tensor_cores(name):
     balance = decode_balance
     alone = balance.LATENT_PRODUCT_SECONDS / balance.LATENT_TILE_SECONDS
     assert balance.predicted_latent(balance.BATCHES[name]) >= 0.74 * alone
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "bandwidth"),
+    [
+        ("8,192 new", 450e12, 0),
+        ("128 new, 32k cached", 300e12, 0),
+        ("8 new, 32k cached", 0, 0.6),
+        ("512 new, and 63 x 1 new, 4k cached", 0, 0.85),
+    ],
+)
+def test_work_tiles_of_extend_fill_the_gpu(name, rate, bandwidth):
+    predicted = decode_balance.predicted_extend(decode_balance.EXTENDS[name])
+    assert predicted.flops_per_s >= rate and predicted.bandwidth >= bandwidth
+    assert predicted.if_whole >= 0.999

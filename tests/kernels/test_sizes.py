@@ -34,6 +34,7 @@ from radixkv.kernels.paged_decode import work_list as decode_list
 from radixkv.kernels.paged_decode import xla as decode_xla
 from radixkv.kernels.paged_extend import batched as extend_batched
 from radixkv.kernels.paged_extend import config as extend_config
+from radixkv.kernels.paged_extend import shares as extend_shares
 from radixkv.kernels.paged_extend import work_list
 from radixkv.kernels.paged_extend import xla as extend_xla
 
@@ -51,6 +52,7 @@ from .planted import planted
 from .problems import Cache, Heads, assert_close, int32, make_cache, make_queries
 from .test_paged_decode_merge import check_merge
 from .test_paged_decode_work_list import check_work_list as check_decode_list
+from .test_paged_extend_shares import check_shares as check_extend_shares
 from .work_list_checks import BLOCK_KV, MAX_KV, TOKENS, check_rows
 
 WINDOW = 100
@@ -310,6 +312,25 @@ def work_tiles(module: ModuleType, distance: int) -> None:
                 check_rows(placed, tile_tokens, window, module)
 
 
+def shares_of_extend(module: ModuleType, distance: int) -> None:
+    """Tiles of about one, two and more smallest shares for each thread block."""
+    size = extend_config.SMALLEST_SHARE
+    for programs in (1, 5):
+        for steps in (size, 2 * size, programs * size, 3 * programs * size):
+            check_extend_shares([1] * 7 + [steps + distance], programs, module)
+            *full, _ = filter(None, check_extend_shares([steps + distance], programs, module))
+            assert not full or min(full) >= size
+
+
+def tolerance_of_extend(module: ModuleType, distance: int) -> None:
+    """The last wave lacks about a 16th of the steps of a fair share, or a tile has as many more."""
+    size, programs = 4 * extend_config.TOLERANCE + distance, 4
+    for missing in (0, 1, 2):
+        check_extend_shares([size] * (3 * programs - missing), programs, module)
+    for longer in (3, 4, 5):
+        check_extend_shares([size + longer, *[size] * (programs - 1)], programs, module)
+
+
 def launch_of_decode(module: ModuleType, distance: int) -> None:
     """The Mosaic kernel, simulated: tiles, stages of its pipeline, and shares."""
     tile, stages = 64, 3
@@ -483,8 +504,10 @@ EDGES = {
     "paged_extend.CHUNK_TOKENS": Edge(extend_xla, extend_chunk),
     "paged_extend.COLUMNS": Edge(mosaic_limits, head_dim_of_columns),
     "paged_extend.ROWS": Edge(extend_config, tile_of_a_group),
+    "paged_extend.SMALLEST_SHARE": Edge(extend_shares, shares_of_extend),
     "paged_extend.TILE_ROWS": Edge(extend_config, largest_group_of_extend),
     "paged_extend.TILE_TOKENS": Edge(extend_xla, extend_tile),
+    "paged_extend.TOLERANCE": Edge(extend_shares, tolerance_of_extend),
     "paged_extend.WARPGROUPS": Edge(extend_config, tile_of_a_group),
 }
 """By operation and name in its `config.py`."""
@@ -536,6 +559,12 @@ def test_at_the_edge_of_a_shape(shape: str, distance: int) -> None:
 
 CHEAP_BUGS = {
     "a group of 65": ("paged_decode.WGMMA_ROWS", "> WGMMA_ROWS", "> WGMMA_ROWS + 1"),
+    "less than a smallest share": (
+        "paged_extend.SMALLEST_SHARE", "// programs), SMALLEST_SHARE)", "// programs), 0)"
+    ),
+    "a thread block has an 8th too many": (
+        "paged_extend.TOLERANCE", "fair + fair // TOLERANCE", "fair + fair // (TOLERANCE // 2)"
+    ),
     "a tile of 17 heads": ("paged_extend.TILE_ROWS", "range(1, most + 1)", "range(1, most + 2)"),
     "a group of 63": ("paged_decode.WGMMA_ROWS", "> WGMMA_ROWS:", ">= WGMMA_ROWS:"),
     "a tile of too many tokens": (

@@ -1,12 +1,11 @@
 """The work list of ragged attention covers each token by one tile, and the KV of each tile."""
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.kernels.paged_extend.work_list import WorkItem, zigzag
+from radixkv.kernels.paged_extend.work_list import WorkItem
 
 from ..profiles import scaled
 from .work_list_checks import MAX_KV, TOKENS, build, check_rows
@@ -65,8 +64,3 @@ def test_a_row_outside_of_the_queries_reads_and_writes_within(q_length, q_start)
         item = WorkItem(*(int(x) for x in item))
         assert 0 <= item.first_token <= TOKENS - 16
         assert item.valid_begin >= 0 and item.valid_end <= 16
-
-
-def test_zigzag():
-    turns = [[int(zigzag(jax.numpy.int32(t), p, 4)) for p in range(4)] for t in range(3)]
-    assert turns == [[0, 1, 2, 3], [7, 6, 5, 4], [8, 9, 10, 11]]
