@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,8 @@ except ModuleNotFoundError as missing:  # Mosaic of JAX 0.10 needs absl, JAX doe
     ) from missing
 
 IS_010 = jax.__version_info__ < (0, 11, 0)
+
+T = TypeVar("T")
 
 Interpret = Any
 """`InterpretGPUParams` to simulate a kernel on a CPU, None to compile it for a GPU. Static."""
@@ -129,22 +131,29 @@ def dot(
 
     `overlapped` is called while the tensor cores compute the products.
     """
-    product: jax.Array
+    return dot_beside(a, b, shape, interpret, overlapped)[0]
+
+
+def dot_beside(
+    a: Sequence[Any],
+    b: Any,
+    shape: tuple[int, int],
+    interpret: Interpret,
+    overlapped: Callable[[], T],
+) -> tuple[jax.Array, T]:
+    """`dot`, and what `overlapped` returns."""
     if interpret is not None:
         products = [jnp.dot(x[...], b[...].T, preferred_element_type=jnp.float32) for x in a]
-        product = sum(products[1:], start=products[0])
-        overlapped()
-        return product
+        return sum(products[1:], start=products[0]), overlapped()
 
-    def multiply(accumulator: Any) -> jax.Array:
+    def multiply(accumulator: Any) -> tuple[jax.Array, T]:
         for each in a:
             plgpu.wgmma(accumulator, each, transposed(b))
-        overlapped()
-        value: jax.Array = accumulator[...]
-        return value
+        beside = overlapped()
+        return accumulator[...], beside
 
-    product = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-    return product
+    result: tuple[jax.Array, T] = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    return result
 
 
 def dot_add(

@@ -12,7 +12,7 @@
       ],
       "paged_extend": [
         {"dtype": "bfloat16", "head_dim": 128, "group": 4, "block_size": 64,
-         "tokens": 8192, "config": {"block_kv": 64, "stages": 4, "ping_pong": true}}
+         "tokens": 8192, "config": {"block_kv": 64, "stages": 4, "overlap": false}}
       ]
     }
 

@@ -76,16 +76,16 @@ def decode_configs(rule: DecodeConfig, head_dim: int) -> list[DecodeConfig]:
 
 
 def extend_configs(rule: ExtendConfig, head_dim: int) -> list[ExtendConfig]:
-    """Configurations to time: other stages, with and without ping-pong."""
+    """Configurations to time: other stages, with ping-pong and with overlap."""
     tilings = {
         64: ((64, 4), (64, 6), (128, 3), (128, 4), (128, 5)),
         128: ((64, 3), (64, 4), (128, 2)),
         256: ((64, 2),),
     }.get(head_dim, ())
     return [
-        replace(rule, block_kv=block_kv, stages=stages, ping_pong=ping_pong)
+        replace(rule, block_kv=block_kv, stages=stages, overlap=overlap)
         for block_kv, stages in tilings
-        for ping_pong in (True, False)
+        for overlap in (False, True)
     ]
 
 

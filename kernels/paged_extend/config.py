@@ -45,8 +45,10 @@ class ExtendConfig:
     """KV tokens of a pipeline stage: a multiple of 64, and a multiple or divisor of block_size."""
     stages: int
     """Number of pipeline stages of K and of V, at least 2."""
-    ping_pong: bool = True
-    """Whether the consumers alternate between the tensor cores and the softmax."""
+    overlap: bool = False
+    """Whether each consumer starts the logits of the next step before the softmax of this one, in
+    64 more registers per thread with a `block_kv` of 128. Otherwise the consumers alternate between
+    the tensor cores and the softmax (ping-pong)."""
 
 
 def choose_config(head_dim: int, num_cores: int) -> ExtendConfig:
@@ -66,7 +68,7 @@ def choose_config(head_dim: int, num_cores: int) -> ExtendConfig:
     Quantised tiles take another 16 or 32 KiB; with a head_dim of 128 the output is then stored in
     two parts. No register spills (ptxas 13.5, JAX 0.10.2 and 0.12.0.1), even with a head_dim of
     256, where the output takes 128 registers per thread. The exception: 16 bytes with a head_dim of
-    128, all options and 3 or 5 heads of a tile, in JAX 0.11.2.
+    128, blocks of 16, all options and 3 or 5 heads of a tile, in JAX 0.11.2.
     """
     if head_dim <= 64:
         return ExtendConfig(num_cores, block_kv=128, stages=4)

@@ -1,18 +1,32 @@
 """The consumer warpgroups of the Mosaic `paged_extend`: WGMMA and softmax of 64 rows of a tile."""
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..mosaic_compat import dot, dot_add, iota, layout_cast, load, pl, plgpu, release, when
+from ..mosaic_compat import (
+    T,
+    dot_add,
+    dot_beside,
+    iota,
+    layout_cast,
+    load,
+    pl,
+    plgpu,
+    release,
+    when,
+)
 from ..online_softmax import optimization_barrier
 from .config import ALIGNMENT, ROWS, WARPGROUPS
 from .kernel_params import MATRIX, KernelParams, KernelRefs, WorkTile
 from .work_list import WorkItem
+
+S = TypeVar("S", "SoftmaxState", "Ahead")
 
 LOG2_E = math.log2(math.e)
 LOWEST = -1e30
@@ -29,6 +43,16 @@ class SoftmaxState(NamedTuple):
     peak: Array
     total: Array
     """[ROWS]"""
+
+
+class Ahead(NamedTuple):
+    """A softmax in progress, and the logits of the next step."""
+
+    weighted: Array
+    peak: Array
+    total: Array
+    logits: Array
+    """[ROWS, block_kv]"""
 
 
 class Consumer(NamedTuple):
@@ -54,9 +78,11 @@ class Consumer(NamedTuple):
             item = params.work_tile(refs, index).item
             plgpu.barrier_wait(refs.q_full.at[warpgroup])
             # Warpgroup 0 enters the tensor cores first in each tile, and hands them over last.
-            pl.when(warpgroup == 1)(self.ping_pong)
+            if not params.config.overlap:
+                pl.when(warpgroup == 1)(self.ping_pong)
             state = self.attend(item, before)
-            pl.when(warpgroup == 0)(self.ping_pong)
+            if not params.config.overlap:
+                pl.when(warpgroup == 0)(self.ping_pong)
 
             @when(index + 1 < number)
             def load_next_q() -> None:
@@ -89,15 +115,12 @@ class Consumer(NamedTuple):
 
     def ping_pong(self) -> None:
         """Hand the tensor cores to the other warpgroup, or wait until it hands them over."""
-        if self.params.config.ping_pong:
-            plgpu.barrier_arrive(self.refs.ping_pong)
-            plgpu.barrier_wait(self.refs.ping_pong)
+        plgpu.barrier_arrive(self.refs.ping_pong)
+        plgpu.barrier_wait(self.refs.ping_pong)
 
     def attend(self, item: WorkItem, before: Array) -> SoftmaxState:
         """Softmax over all KV steps of a tile; `before` counts the steps of earlier tiles."""
         params, refs, _ = self
-        # The difference takes one register through the loops, its terms two.
-        step = partial(self.attend_step, item, before - item.step_begin)
         rows = jnp.zeros((ROWS,), jnp.float32)
         zeros = jnp.zeros((ROWS, params.head_dim), jnp.float32)
         state = SoftmaxState(
@@ -106,37 +129,52 @@ class Consumer(NamedTuple):
             layout_cast(rows, ROW_VECTOR, params.interpret),
         )
 
-        @when(item.step_begin < item.step_end)
+        some = item.step_begin < item.step_end
+        # The difference takes one register through the loops, its terms two.
+        offset = before - item.step_begin
+        if params.config.overlap:
+            attend = partial(self.attend_ahead, item, offset)
+            return SoftmaxState(*lax.cond(some, attend, lambda state: state, state))
+
+        @when(some)
         def wait_for_k() -> None:
             plgpu.barrier_wait(refs.k_full.at[params.stage(before)])
 
+        return self.over_steps(item, partial(self.attend_step, item, offset), state)
+
+    def over_steps(self, item: WorkItem, step: Callable[[bool, Array, S], S], state: S) -> S:
+        """The state after `step(masked, i, state)` for all KV steps of a tile."""
         masked, full = partial(step, True), partial(step, False)
-        if params.options.window is not None:
+        if self.params.options.window is not None:
             state = lax.fori_loop(item.step_begin, item.full_begin, masked, state)
         state = lax.fori_loop(item.full_begin, item.full_end, full, state)
-        return SoftmaxState(*lax.fori_loop(item.full_end, item.step_end, masked, state))
+        state = lax.fori_loop(item.full_end, item.step_end, masked, state)
+        return state
 
-    def attend_step(
-        self, item: WorkItem, offset: Array, masked: bool, i: Array, state: SoftmaxState
-    ) -> SoftmaxState:
-        """One KV step: Q @ K, softmax, weights @ V. The caller has waited for K.
-
-        The exponent of each weight is one multiply-add of its logit. The other warpgroup may
-        enter the tensor cores as soon as this one has issued its products.
-        """
+    def logits(self, step: Array, overlapped: Callable[[], T]) -> tuple[Array, T]:
+        """Q @ K of a step, counted over all work tiles, and what `overlapped` returns meanwhile."""
         params, refs, warpgroup = self
-        weighted, peak, total = state
-        options, config, interpret = params.options, params.config, params.interpret
-        size = (ROWS, config.block_kv)
-        stage = params.stage(offset + i)
+        stage = params.stage(step)
         q_index = warpgroup
         if params.head_dim > 128:
             # Adds 0, which the compiler cannot know. With a constant index it keeps the addresses
             # of all parts of Q through the loops: about 20 registers, which spill.
-            q_index += jnp.minimum(offset + i, 0)
+            q_index += jnp.minimum(step, 0)
         q, k = refs.shared_q.at[q_index], refs.shared_k.at[stage]
-        logits = dot([q], k, size, interpret, self.ping_pong)
-        release(refs.k_empty.at[stage], interpret)
+        size = (ROWS, params.config.block_kv)
+        logits, beside = dot_beside([q], k, size, params.interpret, overlapped)
+        release(refs.k_empty.at[stage], params.interpret)
+        return logits, beside
+
+    def softmax(
+        self, item: WorkItem, masked: bool, i: Array, logits: Array, state: SoftmaxState
+    ) -> tuple[Array, SoftmaxState]:
+        """The weights of a step, and the state before them, scaled to the new peak.
+
+        The exponent of each weight is one multiply-add of its logit.
+        """
+        options = self.params.options
+        weighted, peak, total = state
         scale = options.sm_scale * LOG2_E
         if options.soft_cap is not None:
             # One instruction with a relative error of 2**-11, below that of 16-bit weights.
@@ -146,17 +184,69 @@ class Consumer(NamedTuple):
             logits = self.mask(logits, item, i)
         new_peak = jnp.maximum(peak, logits.max(axis=1) * scale)
         factor = jnp.exp2(peak - new_peak)
-        weights = jnp.exp2(logits * scale - lax.broadcast_in_dim(new_peak, size, [0]))
+        weights = jnp.exp2(logits * scale - lax.broadcast_in_dim(new_peak, logits.shape, [0]))
         weighted *= lax.broadcast_in_dim(factor, weighted.shape, [0])
-        total *= factor
+        return weights, SoftmaxState(weighted, new_peak, total * factor)
+
+    def attend_ahead(self, item: WorkItem, offset: Array, state: SoftmaxState) -> SoftmaxState:
+        """`attend` to one step or more, with the next logits ahead of each softmax.
+
+        ::
+
+            tensor cores   QK0 | QK1      PV0 | QK2      PV1 | PV2
+            softmax            | 0            | 1            | 2
+        """
+        params, refs, _ = self
+
+        def weigh(masked: bool, i: Array, ahead: Ahead) -> tuple[Array, SoftmaxState]:
+            state = SoftmaxState(*ahead[:3])
+            weights, state = self.softmax(item, masked, i, ahead.logits, state)
+            narrow = weights.astype(params.dtype)
+            return narrow, state._replace(total=state.total + weights.sum(axis=1))
+
+        def add(i: Array, narrow: Array, state: SoftmaxState) -> SoftmaxState:
+            stage = params.stage(offset + i)
+            full, values = refs.v_full.at[stage], refs.shared_v.at[stage]
+            plgpu.barrier_wait(full)
+            weighted = dot_add(state.weighted, narrow, values, params.interpret)
+            release(refs.v_empty.at[stage], params.interpret)
+            return state._replace(weighted=weighted)
+
+        def step(masked: bool, i: Array, ahead: Ahead) -> Ahead:
+            following = offset + i + 1
+            plgpu.barrier_wait(refs.k_full.at[params.stage(following)])
+            logits, (narrow, state) = self.logits(following, partial(weigh, masked, i, ahead))
+            return Ahead(*add(i, narrow, state), logits)
+
+        first = offset + item.step_begin
+        plgpu.barrier_wait(refs.k_full.at[params.stage(first)])
+        logits, _ = self.logits(first, lambda: ())
+        last = item.step_end - 1
+        before_last = item._replace(
+            full_begin=jnp.minimum(item.full_begin, last),
+            full_end=jnp.minimum(item.full_end, last),
+            step_end=last,
+        )
+        ahead = self.over_steps(before_last, step, Ahead(*state, logits))
+        return add(last, *weigh(True, last, ahead))
+
+    def attend_step(
+        self, item: WorkItem, offset: Array, masked: bool, i: Array, state: SoftmaxState
+    ) -> SoftmaxState:
+        """One KV step: Q @ K, softmax, weights @ V. The caller has waited for K.
+
+        The other warpgroup may enter the tensor cores as soon as this one has issued its products.
+        """
+        params, refs, _ = self
+        stage = params.stage(offset + i)
+        logits, _ = self.logits(offset + i, self.ping_pong)
+        weights, (weighted, new_peak, total) = self.softmax(item, masked, i, logits, state)
         narrow = weights.astype(params.dtype)
 
         def wait_for_v_and_turn() -> None:
-            if config.ping_pong:
-                plgpu.barrier_arrive(refs.ping_pong)
+            plgpu.barrier_arrive(refs.ping_pong)
             plgpu.barrier_wait(refs.v_full.at[stage])
-            if config.ping_pong:
-                plgpu.barrier_wait(refs.ping_pong)
+            plgpu.barrier_wait(refs.ping_pong)
 
         # The place of the sum decides how many registers are live across the wait.
         if params.head_dim <= 128:
@@ -176,8 +266,9 @@ class Consumer(NamedTuple):
             def wait() -> None:
                 plgpu.barrier_wait(next_k)
 
-        weighted = dot_add(weighted, narrow, refs.shared_v.at[stage], interpret, wait_for_next_k)
-        release(refs.v_empty.at[stage], interpret)
+        values = refs.shared_v.at[stage]
+        weighted = dot_add(weighted, narrow, values, params.interpret, wait_for_next_k)
+        release(refs.v_empty.at[stage], params.interpret)
         return SoftmaxState(weighted, new_peak, total)
 
     def mask(self, logits: Array, item: WorkItem, i: Array) -> Array:

@@ -114,7 +114,7 @@ class KernelParams:
         """
         if self.quantised:
             return 208, 88
-        return (216, 72) if self.head_dim <= 128 else (224, 56)
+        return (216, 72) if self.head_dim <= 128 and self.copies_per_stage > 4 else (224, 56)
 
     @property
     def copies_per_stage(self) -> int:

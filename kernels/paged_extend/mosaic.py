@@ -19,6 +19,9 @@ hands it back::
     consumer 0           | QK0  softmax  PV0 QK1  softmax  PV1 QK2 ...
     consumer 1           |     QK0  softmax  PV0 QK1  softmax  PV1 ...
 
+With `ExtendConfig.overlap` they do not alternate, and each overlaps its own work
+(`Consumer.attend_ahead`).
+
 One (block, KV head) of a pool is contiguous, so it is one TMA copy. Several small blocks fill a
 stage side by side; of a block larger than a stage, a part is copied::
 

@@ -114,14 +114,19 @@ CASES: dict[str, dict[str, Any]] = {
     "a head_dim of 192, in three parts": dict(
         kv_lengths=[70], q_lengths=[20], block_size=32, heads=Heads(1, 2, 192),
     ),
-    "a head_dim of 256, in parts, without lse and turns": dict(
+    "a head_dim of 256, in parts, logits ahead, without lse": dict(
         kv_lengths=[70, 33], q_lengths=[20, 33], block_size=32, heads=Heads(1, 2, 256),
-        config=ExtendConfig(1, 64, 2, ping_pong=False), return_lse=False,
+        config=ExtendConfig(1, 64, 2, overlap=True), return_lse=False,
     ),
 }  # fmt: skip
 CASES["a work tile that four thread blocks divide, every option"] = dict(
     kv_lengths=[60, 330], q_lengths=[1, 20], num_tokens=21, programs=4,
     soft_cap=2.0, window=290, sinks=jnp.array([-2.0, 0.0, 3.0, 50.0]),
+)  # fmt: skip
+CASES["logits ahead of the softmax, every option"] = dict(
+    kv_lengths=[0, 300, 7, 130], q_lengths=[0, 20, 1, 30], num_tokens=53,
+    config=ExtendConfig(3, 64, 3, overlap=True),
+    soft_cap=2.0, window=150, sinks=jnp.array([-2.0, 0.0, 3.0, 50.0]),
 )  # fmt: skip
 CASES["divided work tiles of two query heads per KV head"] = dict(
     kv_lengths=[260, 200, 130], q_lengths=[1, 40, 3], heads=Heads(2, 2, 128), block_size=64,
@@ -178,6 +183,20 @@ BUSY = dict(kv_lengths=[150], q_lengths=[40], config=ExtendConfig(1, 64, 2), num
 def test_no_race(soft_cap):
     with races_detected() as params:
         run(**BUSY, interpret=params, soft_cap=soft_cap)
+
+
+if SEES_ASYNC_RACES:
+
+    @pytest.mark.slow
+    def test_no_race_of_logits_ahead():
+        with races_detected() as params:
+            run(**BUSY | {"config": ExtendConfig(1, 64, 2, overlap=True)}, interpret=params)
+
+    @pytest.mark.slow
+    def test_no_race_of_parts():
+        """Three thread blocks divide 5 steps of two work tiles."""
+        with races_detected() as params:
+            run(**BUSY | {"config": ExtendConfig(3, 64, 2)}, interpret=params)
 
 
 BUGS = {
@@ -262,6 +281,7 @@ COMPILED = [
     dict(head_dim=80, **EVERY_OPTION),
     dict(head_dim=96, group=5),
     dict(head_dim=112, **EVERY_OPTION),
+    dict(block_size=64),
     dict(head_dim=256, block_size=64),
     dict(head_dim=256, kv_heads=32, group=1, **EVERY_OPTION),
     dict(head_dim=256, group=5, block_size=32, dtype="float16", return_lse=True),
@@ -304,6 +324,24 @@ def test_compiles_for_an_h100(case):
     loads = (2 + 2 * quantised) * max(1, block_kv // block_size) + heads
     assert report.count("cp.async.bulk.tensor") >= loads
     assert report.count("cp.async.bulk.tensor") - loads < 50
+
+
+@pytest.mark.nightly
+@pytest.mark.sm_90a
+@pytest.mark.parametrize("options", [{}, EVERY_OPTION], ids=["plain", "every option"])
+@pytest.mark.parametrize(("head_dim", "block_kv", "stages"), [(64, 128, 4), (128, 64, 4)])
+def test_logits_ahead_compile(head_dim, block_kv, stages, options):
+    args, more = arguments(head_dim=head_dim, sinks="sinks" in options)
+    attention = AttentionOptions(0.1, options.get("soft_cap"), options.get("window"))
+    extend = partial(
+        paged_extend_mosaic.extend, options=attention, return_lse="return_lse" in options,
+        config=ExtendConfig(132, block_kv, stages, overlap=True),
+    )  # fmt: skip
+    report = compile_for_h100(extend, *args, more.get("sinks"), None)
+    assert report.spill_bytes == 0
+    # The first logits, those in each loop, and the output in each loop and at the end.
+    loops = 3 if "window" in options else 2
+    assert report.count("wgmma.mma_async") == (loops + 1) * (head_dim + block_kv) // 16
 
 
 class TestChoice:

@@ -22,7 +22,7 @@ ENTRY = SHAPE | {
 }
 
 
-EXTEND = SHAPE | {"tokens": 128, "config": {"block_kv": 64, "stages": 3, "ping_pong": False}}
+EXTEND = SHAPE | {"tokens": 128, "config": {"block_kv": 64, "stages": 3, "overlap": True}}
 
 
 @pytest.fixture
