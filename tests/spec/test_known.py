@@ -15,6 +15,7 @@ from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import replay
 from radixkv.spec.harness.findings.known import MET, KnownSubject, rules_named
 from radixkv.spec.harness.findings.shrink import shrink
+from radixkv.spec.harness.operations import Table
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.harness.subjects import SubjectOptions, make_subject
 from radixkv.spec.rules.rule import RULES, Violation, not_judging, require
@@ -65,6 +66,8 @@ def test_the_world_begins_again_where_the_manager_cannot_be_followed() -> None:
 class Steps:
     """A subject and its world: each operation says what happens."""
 
+    table = Table[Any](lambda world: {}, ())
+
     def __init__(self) -> None:
         self.situations: Counter[str] = Counter()
 
@@ -90,7 +93,7 @@ class Steps:
 
 
 def test_only_after_a_known_finding_may_the_manager_raise() -> None:
-    world = KnownSubject(Steps(), ["S2"]).world({})  # type: ignore[arg-type]
+    world = KnownSubject(Steps(), ["S2"]).world({})
     with pytest.raises(LookupError, match="a manager"):
         world.apply(["raises"])
     assert world.apply(["breaks S2"]) and world.apply(["raises"]) and world.apply(["does"])

@@ -19,7 +19,12 @@ from radixkv.scheduler.engine.sampling import SamplingBatch, sample
 
 ROWS, VOCABULARY = 20, 70
 
-of = jax.ShapeDtypeStruct
+
+def of(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return what stands for an array while a program is traced."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
 FLOATS, INTS = of((ROWS,), jnp.float32), of((ROWS,), jnp.int32)
 LOGITS = of((ROWS, VOCABULARY), jnp.float32)
 PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {

@@ -317,9 +317,12 @@ def test_who_is_refused_is_so_without_a_walk_over_those_that_run(monkeypatch):
     """The running requests are counted once, and again only after one of them has left."""
     counted = []
     whole = BatchScheduler.reservation
-    monkeypatch.setattr(
-        BatchScheduler, "reservation", lambda self: (counted.append(1), whole(self))[1]
-    )
+
+    def counting(scheduler: BatchScheduler) -> Reservation:
+        counted.append(1)
+        return whole(scheduler)
+
+    monkeypatch.setattr(BatchScheduler, "reservation", counting)
     manager = CacheManager(16, 2)
     scheduler = MixedScheduler(manager, token_budget=32, max_running=4, reserve_tokens=None)
     for name, num_prompt, length in (("short", 4, 6), ("long", 4, 12), ("waiting", 8, 6)):
