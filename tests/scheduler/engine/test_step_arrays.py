@@ -42,6 +42,14 @@ def plan_of(chunks: list[Chunk], num_decode: int = 0) -> StepPlan:
     return StepPlan(decode, chunks[num_decode:], sum(chunk.length for chunk in chunks))
 
 
+step_of = jax.jit(
+    lambda packed, state, shape: unpack(packed, state, shape, BLOCK_SIZE), static_argnums=2
+)
+
+with_tokens = jax.jit(lambda tokens, rows, new: tokens.at[rows].set(new, mode="drop"))
+"""Dispatched op by op, each of the two would compile dozens of small programs."""
+
+
 def unpacked(chunks, shape: Shape, manager: CacheManager, *, width: int, num_decode: int = 0):
     """Send the requests to a device that knows none, and unpack a step of theirs."""
     plan = plan_of(chunks, num_decode)
@@ -52,7 +60,8 @@ def unpacked(chunks, shape: Shape, manager: CacheManager, *, width: int, num_dec
     slots = device.send(plan, manager.tables)
     packed = pack(plan, slots, shape, manager.tables, manager.block_size)
     assert packed.dtype == np.int32 and packed.shape == (shape.packed_size,)
-    batch, sampling, _, _ = unpack(jnp.asarray(packed), device.state, shape, manager.block_size)
+    assert manager.block_size == BLOCK_SIZE
+    batch, sampling, _, _ = step_of(jnp.asarray(packed), device.state, shape)
     return jax.tree.map(np.asarray, (batch, sampling))
 
 
@@ -279,6 +288,7 @@ class DeviceWorld:
         packed = pack(plan, slots, self.shape, tables, BLOCK_SIZE)
         state = self.device.state
         batch, sampling, state, rows = step_of(jnp.asarray(packed), state, self.shape)
+        batch, sampling = jax.tree.map(np.asarray, (batch, sampling))
         for row, request in enumerate(chosen):
             table = lease_of(request).block_table.tolist()
             assert batch.block_tables[row].tolist() == table + [0] * (8 - len(table))
@@ -286,7 +296,7 @@ class DeviceWorld:
             assert sampling.seed[row] == request.sampling.seed
         # The device samples a token for each row, and keeps it as the last one.
         sampled = [100 + self.num_made + row for row in range(self.shape.num_rows)]
-        last_tokens = state.last_tokens.at[rows].set(jnp.asarray(sampled), mode="drop")
+        last_tokens = with_tokens(state.last_tokens, rows, np.array(sampled, np.int32))
         self.device.state = state._replace(last_tokens=last_tokens)
         for token, request in zip(sampled, chosen, strict=False):
             self.manager.publish(lease_of(request), request.tokens)
@@ -298,11 +308,6 @@ class DeviceWorld:
     def end(self, request: Request) -> None:
         self.requests.remove(request)
         self.manager.release(lease_of(request))
-
-
-step_of = jax.jit(
-    lambda packed, state, shape: unpack(packed, state, shape, BLOCK_SIZE), static_argnums=2
-)
 
 
 @given(st.data())
