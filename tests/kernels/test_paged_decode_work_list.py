@@ -1,8 +1,10 @@
 """The work list of the Mosaic `paged_decode`: every tile once, in shares of the same size."""
 
+from functools import cache
 from types import ModuleType
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,9 +18,23 @@ from .problems import int32
 TILE, CAPACITY = 64, 2048
 
 
-def check_split_pairs(work: Any, parts: dict[int, list[tuple[int, int, int]]]) -> None:
+@cache
+def built(module: ModuleType, kv_heads: int, programs: int, window: int | None) -> Any:
+    """Return the program that builds a work list and its split pairs, as the kernel's does."""
+
+    def build(lengths: Any) -> Any:
+        work = module.build_work_list(
+            lengths, kv_heads=kv_heads, programs=programs, tile_tokens=TILE, window=window,
+            capacity=CAPACITY,
+        )  # fmt: skip
+        return work, work.split_pairs()
+
+    return jax.jit(build)
+
+
+def check_split_pairs(split_pairs: Any, parts: dict[int, list[tuple[int, int, int]]]) -> None:
     """Each pair of several parts is there once, and no two parts have one index."""
-    pairs, indices = map(np.asarray, work.split_pairs())
+    pairs, indices = split_pairs
     assert sorted(pairs[pairs < len(parts)]) == [p for p in sorted(parts) if len(parts[p]) > 1]
     assert not indices[pairs == len(parts)].any() and pairs.max() <= len(parts)
     used: list[int] = []
@@ -37,14 +53,12 @@ def check_work_list(
     module: ModuleType = work_list,
 ) -> list[int]:
     """Walk through the shares as the kernel does; return the number of tiles of each."""
-    work = module.build_work_list(
-        int32(lengths), kv_heads=kv_heads, programs=programs, tile_tokens=TILE, window=window,
-        capacity=CAPACITY,
-    )  # fmt: skip
+    program = built(module, kv_heads, programs, window)
+    work, split_pairs = jax.tree.map(np.asarray, program(int32(lengths)))
     seen = [length if length <= CAPACITY else 0 for length in lengths]
     first = [max(0, n - window) // TILE if window else 0 for n in seen]
     tiles = [-(-n // TILE) - begin for n, begin in zip(seen, first, strict=True)]
-    shares, sizes = np.asarray(work.shares).tolist(), []
+    shares, sizes = work.shares.tolist(), []
     parts: dict[int, list[tuple[int, int, int]]] = {}
     for program, (pair, tile, left) in enumerate(shares):
         sizes.append(left)
@@ -56,11 +70,11 @@ def check_work_list(
     assert sorted(parts) == list(range(len(lengths) * kv_heads))
     for pair, made in parts.items():
         ids, begins, read = zip(*made, strict=True)
-        index, number = np.asarray(work.parts)[pair].tolist()
+        index, number = work.parts[pair].tolist()
         assert list(ids) == list(range(index, index + number))
         assert list(begins) == np.cumsum([0, *read[:-1]]).tolist()
         assert sum(read) == tiles[pair // kv_heads]
-    check_split_pairs(work, parts)
+    check_split_pairs(split_pairs, parts)
     total = kv_heads * sum(max(n, 1) for n in tiles)
     assert sum(sizes) == total
     working = [size for size in sizes if size]
