@@ -46,10 +46,17 @@ CAUGHT = "|".join(
     (
         "RACE DETECTED",
         "the race detector found a race",
-        "completed again before previous completion was observed",  # 0.10
-        "but no threads observed phase",  # 0.11; so are the next two
+        # A barrier has completed again before all who wait at it had seen that. Who notices this
+        # first depends on the order of the threads: who arrives, who waits, or who ends.
+        "completed again before previous completion was observed",  # 0.10; so are the next two
+        "has not participated in all completions of the barrier",
+        "did not observe all phases",
+        "but no threads observed phase",  # 0.11; so are the next four
         "missed observing phase",
         "threads must observe each barrier completion",
+        "for the first time, but barrier is already at phase",
+        "had only observed barrier up to phase",
+        "must observe all of its completions",  # 0.12
         "read-side operations completed before kernel finished",
     )
 )
