@@ -27,6 +27,7 @@ typing.GENERATING_DOCUMENTATION = "radixkv"  # type: ignore[attr-defined]  # jax
 extensions = [
     "chart",  # in _generate/
     "directives",  # in _generate/
+    "navigation",  # in _generate/
     "names",  # in _generate/
     "objects",  # in _generate/
     "options",  # in _generate/
