@@ -4,6 +4,8 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from typing import Any
+from unittest import mock
 
 import jax
 import pytest
@@ -28,18 +30,27 @@ def _module():
 def races_detected() -> Iterator[mosaic.Interpret]:
     """Yield parameters that detect races; raise RaceError at the end if there was one.
 
-    JAX 0.10 and 0.11 print a race and set a flag, 0.12 raises. A copy without a wait for its end is
-    a ValueError in all versions.
+    JAX 0.10 and 0.11 print a race and set a flag, 0.12 raises. Each kernel has a new flag, so
+    all are kept. A copy without a wait for its end is a ValueError in all versions.
     """
-    module = _module()
-    module.gpu_callbacks.reset_gpu_interpret_mode_state()
+    callbacks = _module().gpu_callbacks
+    name = "GPURaceDetectionState" if SEES_ASYNC_RACES else "RaceDetectionState"
+    make, made = getattr(callbacks, name), []
+
+    def make_and_keep(*args: Any, **options: Any) -> Any:
+        made.append(make(*args, **options))
+        return made[-1]
+
+    callbacks.reset_gpu_interpret_mode_state()
     try:
-        # Copies on the same simulated copy thread are ordered; the default of 5 hides races.
-        yield mosaic.interpret_params(detect_races=True, num_tma_threads_per_device=64)
-        if module.get_races().races_found:
+        with mock.patch.object(callbacks, name, make_and_keep):
+            # Copies on the same simulated copy thread are ordered; the default of 5 hides races.
+            yield mosaic.interpret_params(detect_races=True, num_tma_threads_per_device=64)
+        assert made, "no kernel was simulated"
+        if any(state.races_found for state in made):
             raise RaceError("the race detector found a race")
     finally:
-        module.gpu_callbacks.reset_gpu_interpret_mode_state()
+        callbacks.reset_gpu_interpret_mode_state()
 
 
 CAUGHT = "|".join(
