@@ -41,8 +41,8 @@ def check_shares(steps: list[int], programs: int, module: ModuleType = shares) -
     parts: dict[int, list[tuple[int, int, int]]] = {}
     for program, fields in enumerate(made.shares):
         share = module.Share(*fields)
-        size, indices = 0, np.arange(TILES, dtype=np.int32)
-        pieces = _pieces(module, programs)(share, indices, program)
+        size, numbers = 0, np.arange(TILES, dtype=np.int32)
+        pieces = _pieces(module, programs)(share, numbers, program)
         for piece in np.stack(pieces, axis=1)[: share.num_pieces].tolist():
             tile, begin, end, part = piece
             end = min(end, steps[tile])
