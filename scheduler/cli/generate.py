@@ -236,6 +236,7 @@ def complete_in_process(
         "block_size": arguments.block_size,
         **asdict(sizes),
         "weights_revision": revision,
+        "num_groups": arguments.layer_groups or 1,
         "host": host_tier(arguments),
     }
     generation = {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any, Final
 
 from ..errors import NodesMissingError
@@ -27,6 +29,9 @@ SILENCE_S: Final = 5.0
 TIMEOUT_S: Final = 120.0
 _STORAGE: Final = "RADIXKV_STORAGE"
 """Environment variable that gives a started node its storage URL, which may contain a password."""
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+_GPUS: Final = Path("/proc/driver/nvidia/gpus")
+"""Has a directory for each GPU; not there without the driver."""
 
 
 def complete_on_nodes(
@@ -56,15 +61,38 @@ def start_nodes(
     arguments: argparse.Namespace, sizes: Sizes, processes: NodeProcesses, channel: ZmqChannel
 ) -> None:
     """Start the nodes that the options ask for; each connects to the gateway's channel."""
-    for role in ("prefill", "decode"):
+    numbers = {role: getattr(arguments, role) or 1 for role in ("prefill", "decode")}
+    gpus = iter(split_gpus(gpus_of_machine(), sum(numbers.values()), arguments.tp or 1))
+    for role, number in numbers.items():
         options = [arguments.model_dir, *node_options(arguments, sizes, role)]
         options += ["--gateway", channel.address]
-        for index in range(getattr(arguments, role) or 1):
+        for index in range(number):
             name = f"{role}-{index}"
             url = storage_of_node(arguments, name)
             storage = [] if url is None else ["--storage", f"env:{_STORAGE}"]
-            environment = {} if url is None else {_STORAGE: url}
+            environment = next(gpus) | ({} if url is None else {_STORAGE: url})
             processes.start(name, f"{role}-node", [*options, *storage], environment)
+
+
+def gpus_of_machine() -> list[str]:
+    """Return the ids of the NVIDIA GPUs that processes started here may use."""
+    visible = os.environ.get(_VISIBLE)
+    if visible is not None:
+        return [each.strip() for each in visible.split(",") if each.strip()]
+    return [str(number) for number, _ in enumerate(_GPUS.glob("*"))]
+
+
+def split_gpus(gpus: Sequence[str], num_nodes: int, num_devices: int) -> list[dict[str, str]]:
+    """Return an environment for each node, with GPUs of its own; empty ones if there are too few.
+
+    JAX reserves most of the memory of each GPU that a process sees.
+    """
+    if len(gpus) < num_nodes * num_devices:
+        return [{} for _ in range(num_nodes)]
+    return [
+        {_VISIBLE: ",".join(gpus[node * num_devices : (node + 1) * num_devices])}
+        for node in range(num_nodes)
+    ]
 
 
 def node_options(arguments: argparse.Namespace, sizes: Sizes, role: str) -> list[object]:
@@ -75,7 +103,10 @@ def node_options(arguments: argparse.Namespace, sizes: Sizes, role: str) -> list
         *("--token-budget", sizes.token_budget, "--max-running", sizes.max_running),
         *("--max-model-len", sizes.max_model_len),
     ]
-    for option in ("dtype", "tp", "host_blocks", "host_write", "storage_max_bytes", "silence_s"):
+    for option in (
+        *("dtype", "tp", "layer_groups", "host_blocks", "host_write", "storage_max_bytes"),
+        "silence_s",
+    ):
         if getattr(arguments, option) is not None:
             options += [f"--{option.replace('_', '-')}", getattr(arguments, option)]
     if arguments.no_compilation_cache:

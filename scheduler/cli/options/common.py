@@ -125,6 +125,18 @@ def add_dtype(parser: Options) -> None:
     )
 
 
+def add_layer_groups(parser: Options, default: int | None, note: str) -> None:
+    """Add --layer-groups; the note says what the default is."""
+    add_count(
+        parser,
+        "--layer-groups",
+        "groups of layers whose KV a prefill node sends while it computes the next group; decode "
+        f"nodes compile for them ({note})",
+        default=default,
+        required=False,
+    )
+
+
 def add_tp(parser: Options) -> None:
     """Add --tp."""
     add_count(

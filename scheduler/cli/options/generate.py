@@ -16,6 +16,7 @@ from .common import (
     add_host_tier,
     add_json,
     add_kv_events,
+    add_layer_groups,
     add_preempt,
     add_processes,
     add_reserve_tokens,
@@ -152,6 +153,7 @@ def add_nodes(group: Options, *, in_process: bool) -> None:
     )
     add_count(group, "--prefill", "number of prefill nodes (default: 1)", required=False)
     add_count(group, "--decode", "number of decode nodes (default: 1)", required=False)
+    add_layer_groups(group, None, "default: 1")
     group.add_argument(
         "--gateway",
         metavar="ADDRESS:PORT",
@@ -239,17 +241,15 @@ def check_nodes(arguments: argparse.Namespace) -> None:
         arguments,
         "--disaggregate",
         *("--transport", "--prefill", "--decode", "--gateway", "--secret-file", "--timeout-s"),
-        "--silence-s",
+        *("--silence-s", "--layer-groups"),
     )
     if arguments.silence_s == 0:
         raise BadInputError("--silence-s must be more than 0, got 0")
-    settings_of_nodes = ("--transport", "--dtype", "--tp", "--device-blocks", "--depth")
-    check_excludes(
-        arguments,
-        "--gateway",
-        *(*settings_of_nodes, "--host-blocks", "--storage"),
-        hint=": give it to the nodes",
+    settings_of_nodes = (
+        *("--transport", "--dtype", "--tp", "--device-blocks", "--depth", "--layer-groups"),
+        *("--host-blocks", "--storage"),
     )
+    check_excludes(arguments, "--gateway", *settings_of_nodes, hint=": give it to the nodes")
     check_needs(arguments, "--kv-events", "--kv-events-replay")
     check_excludes(
         arguments, "--disaggregate", "--kv-events", hint=": give it to nodes that you start"

@@ -13,6 +13,7 @@ from .common import (
     add_dtype,
     add_host_tier,
     add_kv_events,
+    add_layer_groups,
     add_preempt,
     add_reserve_tokens,
     add_storage,
@@ -88,13 +89,7 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> Options:
         "the size of the cache if smaller)",
         required=False,
     )
-    add_count(
-        parser,
-        "--layer-groups",
-        "groups of layers whose KV a prefill node sends while it computes the next group; a decode "
-        "node compiles for them, and needs the same number (default: %(default)s)",
-        default=1,
-    )
+    add_layer_groups(parser, 1, "default: %(default)s; the same on all nodes")
     add_count(
         parser, "--parent-pid", "stop when this process is no longer the parent", required=False
     )

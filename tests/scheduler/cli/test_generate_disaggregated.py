@@ -144,6 +144,88 @@ def test_the_gateway_and_the_nodes_it_starts_get_the_silence(
         assert build_parser().parse_args(options).silence_s == (silence_s or 5.0)
 
 
+@pytest.mark.parametrize("command", ["generate", "serve"])
+@pytest.mark.parametrize("number", [None, 2])
+def test_started_nodes_get_the_groups_of_layers(
+    radixkv: Any,
+    arguments: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    number: int | None,
+) -> None:
+    started: list[list[str]] = []
+
+    def start(_: object, name: str, command: str, options: list[object], environment: Any) -> None:
+        started.append([command, "--name", name, *map(str, options)])
+        if command == "decode-node":
+            raise Stopped
+
+    monkeypatch.setattr(NodeProcesses, "start", start)
+    given = [] if number is None else ["--layer-groups", number]
+    given += ["--device-blocks", 20, "--disaggregate"]
+    with pytest.raises(Stopped):
+        radixkv(*(arguments if command == "generate" else ("serve", arguments[1])), *given)
+    assert [each[0] for each in started] == ["prefill-node", "decode-node"]
+    for options in started:
+        assert build_parser().parse_args(options).layer_groups == (number or 1)
+
+
+def test_nodes_in_one_process_get_the_groups_of_layers(
+    radixkv: Any, arguments: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(*_: object, **options: Any) -> None:
+        raise Stopped(options["num_groups"])
+
+    monkeypatch.setattr(generate, "PrefillEngine", take)
+    apart = [*SIZE, "--disaggregate", "--transport", "inprocess"]
+    for given, number in (((), 1), (("--layer-groups", 2), 2)):
+        with pytest.raises(Stopped, match=f"^{number}$"):
+            radixkv(*arguments, *apart, *given)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("0,1,2,3,4,5", ["0,1", "2,3", "4,5"]),
+        ("7,GPU-a, 3,2,1,0,5", ["7,GPU-a", "3,2", "1,0"]),
+        ("0,1,2,3,4", None),  # too few: as without this
+        ("", None),
+        (None, ["0,1", "2,3", "4,5"]),
+    ],
+)
+def test_each_node_has_gpus_of_its_own(
+    radixkv: Any,
+    arguments: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str | None,
+    expected: list[str] | None,
+) -> None:
+    started: list[dict[str, str]] = []
+
+    def start(_: object, name: str, command: str, options: list[object], environment: Any) -> None:
+        started.append(environment)
+
+    for number in range(7):
+        (tmp_path / f"0000:0{number}:00.0").mkdir()
+    monkeypatch.setattr(generate_on_nodes, "_GPUS", tmp_path)
+    monkeypatch.setattr(NodeProcesses, "start", start)
+    monkeypatch.setattr(generate_on_nodes, "_serve", stop_serving)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(Stopped):
+        radixkv(*arguments, *SIZE, "--disaggregate", "--decode", 2, "--tp", 2)
+    if expected is None:
+        assert started == [{}, {}, {}]
+    else:
+        assert started == [{"CUDA_VISIBLE_DEVICES": each} for each in expected]
+
+
+def stop_serving(*_: object) -> None:
+    raise Stopped
+
+
 @pytest.mark.parametrize("command", ["generate", "decode-node"])
 def test_a_depth_below_1_is_refused(radixkv: Any, model_dir: Path, command: str) -> None:
     outcome = radixkv(command, model_dir, "--depth", 0)
@@ -205,6 +287,7 @@ def test_nodes_may_have_storage_and_park_there(
         (("--decode", 1), "--decode needs --disaggregate"),
         (("--gateway", "127.0.0.1:0"), "--gateway needs --disaggregate"),
         (("--secret-file", "x"), "--secret-file needs --disaggregate"),
+        (("--layer-groups", 2), "--layer-groups needs --disaggregate"),
         (("--timeout-s", 1), "--timeout-s needs --disaggregate"),
         (("--silence-s", 1), "--silence-s needs --disaggregate"),
         (("--disaggregate", "--silence-s", 0), "--silence-s must be more than 0, got 0"),
@@ -231,6 +314,7 @@ def test_nodes_may_have_storage_and_park_there(
                 ("--tp", 2),
                 ("--device-blocks", 9),
                 ("--depth", 2),
+                ("--layer-groups", 2),
             )
         ),
         (
