@@ -45,7 +45,7 @@ def free_blocks(num_blocks: int, load: NodeLoad) -> int:
 def refusal_of(status: NodeStatus, nodes: Mapping[NodeId, RemoteNode], model: str | None) -> str:
     """Return why a node that joins cannot serve beside the others; empty if it can."""
     if model is not None and model not in (status.model, status.model.rpartition(" ")[0]):
-        return f"its model is {_short(status.model)}, not {_short(model)}"
+        return f"its model is {short_name(status.model)}, not {short_name(model)}"
     served = sum(node.status.num_blocks for node in nodes.values() if not node.refusal)
     if served + status.num_blocks > _MAX_BLOCKS:
         return (
@@ -65,13 +65,14 @@ def refusal_of(status: NodeStatus, nodes: Mapping[NodeId, RemoteNode], model: st
                 )
         if not node.refusal and other.model != status.model:
             return (
-                f"its model is {_short(status.model)}, but that of {peer} is {_short(other.model)}"
+                f"its model is {short_name(status.model)}, but that of {peer} is "
+                f"{short_name(other.model)}"
             )
     return ""
 
 
-def _short(model: str) -> str:
-    """Shorten the digest in a model's name."""
+def short_name(model: str) -> str:
+    """Shorten the digest in a model's name, which has the dtype of the KV at its end."""
     family, _, rest = model.partition(" ")
     digest, *dtype = rest.split(" ")
     return " ".join([family, digest[:12], *dtype])

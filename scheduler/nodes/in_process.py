@@ -8,8 +8,9 @@ from math import inf
 from typing import Final
 
 from ...kvcache import RequestTooLargeError
+from ..errors import ConfigError
 from ..gateway.gateway import Gateway, RunAttempt
-from ..gateway.remote_node import free_blocks
+from ..gateway.remote_node import free_blocks, short_name
 from ..gateway.retries import Cancel
 from ..gateway.router import CacheSize
 from ..handoff import (
@@ -59,6 +60,9 @@ class Disaggregated:
             max_attempts, backoff_s, request_s: see `RequestRetrier`; no time limit by default.
             stream: whether requests get their tokens as they come, for `advanced`.
             clock: a monotonic clock, in seconds.
+
+        Raises:
+            ConfigError: for nodes of different models or dtypes, with both.
         """
         self._is_streaming = stream
         self._decoding: dict[AttemptKey, Request] = {}  # as the decode nodes have them
@@ -66,6 +70,8 @@ class Disaggregated:
         self._advanced: Sequence[Request] = ()
         self.prefill = {f"prefill-{number}": node for number, node in enumerate(prefill)}
         self.decode = {f"decode-{number}": node for number, node in enumerate(decode)}
+        for peer in (*self.prefill, *self.decode):
+            self._check_model(peer, self._node(peer))
         self._clock = clock
         self._is_resetting = False
         self._gateway = Gateway(
@@ -187,7 +193,11 @@ class Disaggregated:
         """Replace a node that has ended by one with a higher epoch.
 
         Requests of the old node are computed again.
+
+        Raises:
+            ConfigError: for a node of another model or dtype. Nothing changes.
         """
+        self._check_model(peer, node)
         self._deliver(peer)
         if isinstance(node, PrefillEngine):
             self.prefill[peer] = node
@@ -210,6 +220,16 @@ class Disaggregated:
 
     def _node(self, peer: NodeId) -> PrefillEngine | DecodeEngine:
         return self.prefill[peer] if peer in self.prefill else self.decode[peer]
+
+    def _check_model(self, peer: NodeId, node: PrefillEngine | DecodeEngine) -> None:
+        """Reject a node that cannot hand over to, or take over from, the others."""
+        for other in (*self.prefill, *self.decode):
+            names = [short_name(each.model_name) for each in (node, self._node(other))]
+            if other != peer and names[0] != names[1]:
+                raise ConfigError(
+                    f"all nodes need the same model and dtype: that of {peer} is {names[0]}, but "
+                    f"that of {other} is {names[1]}"
+                )
 
     def _register(self, peer: NodeId) -> None:
         manager = self._node(peer).manager

@@ -61,7 +61,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
             num_groups: number of groups of layers. A group is sent while the next one is computed;
                 each is a program of its own.
             timing, order: see `PrefillScheduler`.
-            block_size: tokens per block; all nodes need the same.
+            block_size: tokens per block; decode nodes may have blocks of other sizes.
             num_blocks, token_budget, max_running, max_model_len: see `Engine`.
             weights_revision: name of the weights; decode nodes refuse parts of other weights.
             policy, host, storage, storage_namespace, on_events: see `Engine`.

@@ -7,9 +7,9 @@ from unittest.mock import patch
 import pytest
 
 from radixkv.scheduler.engine import Engine
-from radixkv.scheduler.errors import RequestError
+from radixkv.scheduler.errors import ConfigError, RequestError
 from radixkv.scheduler.handoff import PartId, Timing
-from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
+from radixkv.scheduler.nodes import DecodeEngine, Disaggregated, PrefillEngine
 from radixkv.scheduler.nodes.transport import (
     Descriptor,
     Event,
@@ -208,6 +208,23 @@ def test_nodes_that_do_not_match_are_refused(llama, options, reason):
     assert cluster.front.failures == {"0": reason}
     # P keeps what it has computed; nothing can be matched on D.
     assert cluster.d.manager.match(PREFIX[:8]).num_tokens == 0
+
+
+def test_nodes_of_another_dtype_are_refused_by_name(llama):
+    cluster, name = Cluster(llama), llama._runner.model.config.name
+    short = f"llama {name.split()[1][:12]}"
+    other = cluster.new_decode()
+    other.model_name = f"{name} bfloat16"
+    message = (
+        f"all nodes need the same model and dtype: that of decode-0 is {short} bfloat16, but that "
+        f"of prefill-0 is {short} float32"
+    )
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        cluster.front.replace("decode-0", other)
+    assert cluster.front.decode["decode-0"] is not other
+    cluster.d.model_name = other.model_name
+    with pytest.raises(ConfigError, match=r"^all nodes need the same model and dtype: that of"):
+        Disaggregated([cluster.p], [cluster.d])
 
 
 def test_d_refuses_what_its_model_cannot_take(llama):
