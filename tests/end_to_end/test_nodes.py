@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,39 @@ def test_nodes_that_were_started_by_hand_serve(
         stats = json.loads(out)
         check_node(stats)
         assert stats["storage"]["blocks"]["stored"] == len(PREFIX) // SIZES["block_size"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("transport", ["jax", "nixl"])
+def test_unequal_nodes_give_the_tokens_of_one_engine(
+    model_dir: Callable[[str], Path],
+    tmp_path: Path,
+    gateway: str,
+    small_outputs: list[list[int]],
+    transport: str,
+) -> None:
+    """Two devices and blocks of 4 tokens on P, four devices and blocks of 6 on D."""
+    command = [sys.executable, "-m", "radixkv.scheduler.cli.main"]
+    options = [model_dir("qwen3"), *NODE_OPTIONS, "--gateway", gateway, "--transport", transport]
+    flags = "--xla_force_host_platform_device_count=4"
+    with ExitStack() as stack:
+        nodes = []
+        for role, own in (("prefill", ["--tp", 2]), ("decode", ["--tp", 4, "--block-size", 6])):
+            node = subprocess.Popen(
+                list(map(str, [*command, f"{role}-node", *options, *own])),
+                stdout=subprocess.PIPE,
+                env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+            )
+            nodes.append(stack.enter_context(node))
+            stack.callback(node.kill)
+        results = generate(model_dir("qwen3"), tmp_path, "--disaggregate", "--gateway", gateway)
+        assert results["outputs"] == small_outputs
+        for node, num_devices in zip(nodes, (2, 4), strict=True):
+            node.terminate()
+            stats = json.loads(node.communicate()[0])
+            check_node(stats)
+            assert stats["engine"]["num_devices"] == num_devices
+            assert stats["transport"]["faults"] == {}
 
 
 def test_a_node_that_cannot_start_is_named(tmp_path: Path) -> None:

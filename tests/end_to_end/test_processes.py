@@ -204,19 +204,29 @@ def generate(directory: Path, tmp_path: Path) -> list[str]:
 
 
 def test_generate_on_several_processes(directory, tmp_path, generate):
-    with started(directory, [[*MAIN, *generate]]) as processes:
-        [(status, output, errors)] = ends_of(processes)
-    assert status == 0, errors
-    expected = json.loads(output)
-    shutil.rmtree(tmp_path / "blocks")
-    with reserved_port() as port, started(directory, of_processes(port, generate)) as processes:
-        (status, output, errors), follower = ends_of(processes)
-    assert (status, follower[:2]) == (0, (0, "")), (errors, follower)
-    results = json.loads(output)
-    assert results["outputs"] == expected["outputs"]
-    assert (expected["stats"]["num_devices"], results["stats"]["num_devices"]) == (1, 2)
-    assert results["stats"]["scheduler"]["preemptions"] > 0
-    assert results["stats"]["storage"]["stored_bytes"] > 0
+    """Each of one process and two computes what the other has stored no more."""
+
+    def complete(num_processes: int) -> dict[str, Any]:
+        lines = [[*MAIN, *generate]]
+        with reserved_port() as port:
+            if num_processes == 2:
+                lines = of_processes(port, generate)
+            with started(directory, lines) as processes:
+                (status, output, errors), *others = ends_of(processes)
+        assert (status, [each[:2] for each in others]) == (0, [(0, "")] * len(others)), errors
+        results: dict[str, Any] = json.loads(output)
+        stats = results["stats"]
+        assert stats["num_devices"] == num_processes
+        assert stats["scheduler"]["preemptions"] > 0
+        return results
+
+    for first, second in ((1, 2), (2, 1)):
+        stored, loaded = complete(first), complete(second)
+        assert stored["outputs"] == loaded["outputs"]
+        assert stored["stats"]["storage"]["stored_bytes"] > 0
+        hits = [each["stats"]["scheduler"]["storage_hit_tokens"] for each in (stored, loaded)]
+        assert hits[0] == 0 < hits[1]
+        shutil.rmtree(tmp_path / "blocks")
 
 
 def test_generate_ends_when_a_process_is_killed(directory, generate):
