@@ -116,6 +116,7 @@ HANDOFF_FLOORS: Final = {
     "lookup in storage": 650,
     "message of an old epoch": 59,
     "moved": 30,
+    "part cut or joined": 1_800,
     "partitioned": 400,
     "piece failed": 55,
     "piece never came": 35,

@@ -369,6 +369,7 @@ def pull_write(world: HandoffState, name: str, piece: int = 0) -> bool:
     device = _puller(world, transfer).model.device
     sizes = world.block_size, transfer.num_skipped, device.block_size
     joined = cut_and_join(content, *sizes)
+    world.situations["part cut or joined"] += device.block_size != world.block_size
     if piece:
         place = transfer.blocks, transfer.group
         device.put_piece(*place, joined, piece - 1, transfer.num_pieces)
