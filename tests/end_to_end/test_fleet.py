@@ -1,4 +1,4 @@
-"""`radixkv serve --ray` on a cluster of several raylets; needs the extra ``ray``."""
+"""`radixkv serve --ray` on a cluster of several raylets; needs ``ray[default]``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,7 +26,6 @@ from ..tokenizers import add_tokenizer
 from .small import NEW_TOKENS, NODE_OPTIONS, PROMPTS, generate
 
 MAIN = [sys.executable, "-m", "radixkv.scheduler.cli.main"]
-MACHINE = {"include_dashboard": False}
 NUM_THREADS = 4
 PATIENCE_S = 500
 PASSWORD = "open-sesame-1001"
@@ -129,6 +128,12 @@ class Fleet(NamedTuple):
         [machine] = [each for each in self.machines if each.node_id == host]
         self.cluster.remove_node(machine, allow_graceful=False)
 
+    def dashboard(self, page: str) -> str:
+        """Return the text of a page of Ray's dashboard."""
+        with urlopen(f"http://{self.cluster.head_node.webui_url}/{page}") as response:
+            text: str = response.read().decode()
+        return text
+
     def metrics(self) -> list[str]:
         """Return the lines of the server's metrics."""
         with urlopen(self.server.url.replace("/v1", "/metrics")) as response:
@@ -165,8 +170,9 @@ def fleet(
     make_tiny_checkpoint(model)
     add_tokenizer(model)
     expected = generate(model, tmp_path, "--device-blocks", 64)["outputs"]
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **MACHINE})
-    machines = [cluster.add_node(num_cpus=2, **MACHINE) for _ in range(4)]
+    head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": True}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    machines = [cluster.add_node(num_cpus=2, include_dashboard=False) for _ in range(4)]
     options = map(str, [*NODE_OPTIONS, "--ray", size])
     environment = {
         **os.environ,
@@ -201,9 +207,11 @@ def test_a_fleet_survives_its_machines_and_scales_under_load(
 ) -> None:
     """A raylet and an actor are killed, and nodes are drained: every answer is right.
 
-    Each node has two devices; the answers are those of one engine with one device.
+    Each node has two devices; the answers are those of one engine with one device. Ray's dashboard
+    shows which nodes live and were started again, and no secret.
     """
     import ray
+    from ray.util.state import list_actors
 
     with fleet("prefill=1,decode=2,tp=2", tmp_path, monkeypatch) as served:
         server, model, environment = served.server, served.model, served.environment
@@ -238,12 +246,26 @@ def test_a_fleet_survives_its_machines_and_scales_under_load(
         assert ups == dict.fromkeys(["prefill-0", "decode-0", "decode-3"], "1.0")
         names = {each["name"] for each in ray.util.list_named_actors(all_namespaces=True)}
         assert names == {"fleet", "prefill-0", "decode-0", "decode-3"}
+        groups = {
+            each["name"]: (each["state"], each["strategy"])
+            for each in ray.util.placement_group_table().values()
+            if each["state"] != "REMOVED"
+        }
+        assert groups == dict.fromkeys(names - {"fleet"}, ("CREATED", "STRICT_PACK"))
+        actors = {each.name: each for each in list_actors(detail=True)}
+        ended = {name for name, each in actors.items() if each.state == "DEAD"}
+        assert {name for name, each in actors.items() if each.state == "ALIVE"} == names
+        assert ended == {"decode-1", "decode-2"}
+        restarts = {name: int(actors[name].num_restarts) for name in names}
+        assert restarts.pop("decode-0") > 0 and set(restarts.values()) == {0}
         secret = ray.get(ray.get_actor("fleet").join.remote()).secret
-        for entry in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                assert secret.encode() not in entry.read_bytes()
-            except OSError:  # it has ended
-                continue
+        for page in ("api/v0/actors?detail=1", "api/v0/tasks?detail=1", "logical/actors"):
+            text = served.dashboard(page)
+            assert "decode-3" in text and secret not in text and PASSWORD not in text, page
+        for entry in Path("/proc").glob("[0-9]*/*"):
+            if entry.name in ("cmdline", "environ"):
+                with suppress(OSError):  # it has ended, or is of another user
+                    assert secret.encode() not in entry.read_bytes(), entry
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=PATIENCE_S) == 0
         session = Path(served.cluster.head_node.get_session_dir_path())
