@@ -48,10 +48,11 @@ class FleetRegistry:
         """Tell nodes where the server is; return as soon as a user wants another size.
 
         The server calls it anew whenever it has ended, so that a registry that Ray has started
-        again knows as much as the one before.
+        again knows as much as the one before. A user may want another size between two calls: only
+        a registry that knows none takes the server's.
         """
         async with self._changed:
-            self._deployment, self._size = deployment, size
+            self._deployment, self._size = deployment, self._size or size
             self._changed.notify_all()
             await self._changed.wait_for(lambda: self._size != size)
             assert self._size is not None

@@ -131,6 +131,19 @@ def test_nodes_wait_for_the_server_and_the_server_for_another_size() -> None:
     asyncio.run(run())
 
 
+def test_a_size_that_a_user_wants_between_two_calls_of_the_server_is_not_lost() -> None:
+    async def run() -> None:
+        registry = FleetRegistry()
+        lead = asyncio.create_task(registry.lead(DEPLOYMENT, SIZE))
+        assert await registry.scale(decode=5) == await lead
+        wanted = await registry.scale(prefill=3)
+        lead = asyncio.create_task(registry.lead(DEPLOYMENT, FleetSize(2, 5, 1)))
+        await asyncio.sleep(0)
+        assert lead.done() and lead.result() == wanted == FleetSize(3, 5, 1)
+
+    asyncio.run(run())
+
+
 def test_what_a_node_needs_to_join_is_not_printed() -> None:
     assert repr(DEPLOYMENT) == "Deployment(gateway='127.0.0.1:5557')"
 
