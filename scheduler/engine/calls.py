@@ -171,7 +171,9 @@ class CallSender:
         """Return the frames of a call to send to each receiver."""
         frames = encode_call(call)
         self.number += 1
-        self._digest = self._digests[self.number] = chain_digest(self._digest, frames)
+        self._digest = chain_digest(self._digest, frames)
+        if self._reported:  # else no report would ever remove it
+            self._digests[self.number] = self._digest
         return [_number(self.number), self._digest, *frames]
 
     def acknowledge(self, receiver: int, frames: Sequence[bytes]) -> None:

@@ -209,8 +209,8 @@ BUGS = {
     ),
     "the digest of the sender covers one call": (
         (
-            "chain_digest(self._digest, frames)\n        return [",
-            "chain_digest(b'', frames)\n        return [",
+            "self._digest = chain_digest(self._digest, frames)\n",
+            "self._digest = chain_digest(b'', frames)\n",
         ),
         ([SEND, ("deliver", 1, None)], "G4"),
     ),
@@ -288,6 +288,20 @@ def test_what_each_error_says():
     assert sender.late == []
     with pytest.raises(CallError, match=r"^process 1 reports call 2 where call 3 of 2 is due$"):
         sender.acknowledge(1, receiver.acknowledge())
+
+
+@pytest.mark.parametrize("processes", [(), (1,), (1, 2, 3)])
+def test_calls_are_remembered_until_every_process_has_reported_them(processes):
+    sender = CallSender(START, processes)
+    receivers = {process: CallReceiver(START) for process in processes}
+    for _ in range(3):
+        sent = [sender.send(Call("step", (number,))) for number in range(5)]
+        for process, receiver in receivers.items():
+            assert len(sender._digests) == 5, "the last one has reported none"
+            for frames in sent:
+                receiver.receive(frames)
+                sender.acknowledge(process, receiver.acknowledge())
+        assert not (sender.late or sender._digests)
 
 
 def test_weights_that_differ_are_found():
