@@ -120,8 +120,8 @@ _COUNTS: Final = {
 class _Seen:
     """What a scrape has read."""
 
-    nodes: Mapping[str, RemoteNode]
-    gone: Mapping[str, RemoteNode]
+    nodes: dict[str, RemoteNode]
+    gone: dict[str, RemoteNode]
     num_open: int
     counts: Mapping[str, int]  # by name, as in _COUNTS
 
@@ -175,10 +175,9 @@ class NodesMetrics:
             count.add_metric([model], seen.counts[name])
             yield count
         node_up = GaugeMetricFamily(PREFIX + _NODE_UP, _NODE_UP_TEXT, labels=_LABELS)
-        for nodes, is_alive in ((seen.nodes, True), (seen.gone, False)):
-            for name, node in nodes.items():
-                labels = [model, name, node.status.role]
-                node_up.add_metric(labels, is_alive and not node.refusal)
+        for name, node in (seen.gone | seen.nodes).items():  # one that is refused may be in both
+            serves = name in seen.nodes and not node.refusal
+            node_up.add_metric([model, name, node.status.role], serves)
         yield node_up
         sources = [
             ((model, name, node.status.role), node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ async def scrape(metrics: NodesMetrics) -> dict[tuple[str, str], float]:
             assert labels.pop("model_name") == "tiny"
             role = labels.pop("role", "")
             assert labels.get("node", "").startswith(role)
-            values[sample.name, "/".join(labels.values())] = sample.value
+            place = sample.name, "/".join(labels.values())
+            assert place not in values, f"{place} comes twice"
+            values[place] = sample.value
     return values
 
 
@@ -90,6 +93,31 @@ def test_each_node_has_its_values_until_it_is_gone() -> None:
             assert ("radixkv:num_requests_running", "decode-1") not in seen
         last = await scrape(metrics)
         assert last == seen | {("radixkv:engine_up", ""): 0}
+
+    asyncio.run(test())
+
+
+def test_a_node_that_comes_back_and_is_refused_is_there_once() -> None:
+    """The gateway counts it among those that are gone, until it serves again."""
+
+    async def test() -> None:
+        nodes = Turning(num_decode=2)
+        async with serve_nodes(nodes, lambda: None) as engine:
+            metrics = NodesMetrics(engine, nodes.deployment.nodes, model_name="tiny")
+            gateway = nodes.deployment.nodes._gateway
+
+            def come_back(status: NodeStatus) -> str:
+                other = replace(status, model="another model")
+                gateway.receive("decode-1", 10**9, other, nodes.deployment.nodes._clock())
+                return gateway.nodes["decode-1"].refusal
+
+            await engine.call(lambda _: nodes.deployment.turn(8))
+            status = await engine.call(lambda _: gateway.nodes["decode-1"].status)
+            await lose(engine, nodes, "decode-1")
+            assert await engine.call(lambda _: come_back(status))
+            seen = await scrape(metrics)
+            assert seen["radixkv:node_up", "decode-1"] == 0
+            assert seen["radixkv:node_up", "decode-0"] == 1
 
     asyncio.run(test())
 
