@@ -1,0 +1,66 @@
+"""`BodyReader`: the sizes at its limits."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from radixkv.scheduler.server.errors import ApiError
+from radixkv.scheduler.server.limits import BodyReader, ServerLimits
+
+LIMIT = 100
+
+
+def request(chunks: list[bytes], *, announces: bool = False, waits: Any = None) -> Request:
+    """A request whose body comes in chunks; before the last one, it waits for an event."""
+    rest = list(chunks)
+
+    async def receive() -> Any:
+        if len(rest) == 1 and waits is not None:
+            await waits.wait()
+        return {"type": "http.request", "body": rest.pop(0), "more_body": bool(rest)}
+
+    length = str(sum(map(len, chunks))).encode()
+    headers = [(b"content-length", length)] if announces else []
+    return Request({"type": "http", "method": "POST", "headers": headers}, receive)
+
+
+@pytest.mark.parametrize("announces", [False, True])
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_a_body_may_have_as_many_bytes_as_the_limit(more: int, announces: bool) -> None:
+    reader = BodyReader(ServerLimits(max_body_bytes=LIMIT))
+    chunks = [b"x" * 60, b"y" * (LIMIT - 60 + more)]
+    reading = reader.read(request(chunks, announces=announces))
+    if more > 0:
+        size = "101 bytes" if announces else "more than 100 bytes"
+        message = f"^the body has {size}; the server takes at most 100$"
+        with pytest.raises(ApiError, match=message) as refused:
+            asyncio.run(reading)
+        assert refused.value.status == 413
+    else:
+        assert asyncio.run(reading) == b"".join(chunks)
+    assert not (reader._num_bytes or reader._bodies or reader._refused)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_bodies_may_have_as_many_bytes_together_as_the_limit(more: int) -> None:
+    reader = BodyReader(ServerLimits(max_body_bytes=LIMIT, max_bodies_bytes=LIMIT))
+
+    async def run() -> None:
+        event = asyncio.Event()
+        first = asyncio.create_task(reader.read(request([b"x" * 60, b""], waits=event)))
+        while reader._num_bytes < 60:
+            await asyncio.sleep(0)
+        assert len(await reader.read(request([b"y" * (40 + more), b""]))) == 40 + more
+        event.set()
+        if more:
+            with pytest.raises(ApiError, match=r"^the server has 100 bytes of bodies that come "):
+                await first
+        else:
+            assert await first == b"x" * 60
+
+    asyncio.run(run())
+    assert not (reader._num_bytes or reader._bodies or reader._refused)
