@@ -75,6 +75,25 @@ def test_stop_tokens_and_single_tokens(llama):
     assert [each.finish_reason for each in requests] == ["stop", "stop", "length"]
 
 
+def test_min_tokens_hold_on_both_nodes(llama):
+    """The prefill node chooses the first token, and the decode node the others."""
+    (whole,) = complete(fresh(llama), [PREFIX], 16)
+    cluster, serving = Cluster(llama), fresh(llama)
+    for stop, least in ((whole[0], 1), (whole[0], 3), (whole[5], 5), (whole[5], 6), (whole[5], 9)):
+        for sampling in (GREEDY, SAMPLED[1]):
+            made = [
+                Request("a", PREFIX, 16, sampling=replace(sampling, min_tokens=least),
+                        stop_token_ids=[stop])
+                for _ in range(2)
+            ]  # fmt: skip
+            serving.add_request(made[0])
+            serving.run()
+            cluster.front.add_request(made[1])
+            cluster.finish()
+            assert made[0].output_tokens == made[1].output_tokens
+            assert stop not in made[1].output_tokens[:least]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", [over_jax, over_nixl])
 def test_over_transports_between_processes(llama, expected, transport):

@@ -9,7 +9,7 @@ from radixkv.scheduler.gateway.gateway import Gateway, RunAttempt
 from radixkv.scheduler.gateway.retries import Answer, Begin, Cancel, RequestRetrier
 from radixkv.scheduler.gateway.router import CacheSize
 from radixkv.scheduler.handoff import AttemptKey, Hits
-from radixkv.scheduler.request import Request, RequestStatus
+from radixkv.scheduler.request import Request, RequestStatus, SamplingParams, TokenLogprob
 
 
 def make(*decode: str, now: float = 0.0) -> Gateway:
@@ -51,6 +51,55 @@ def test_a_busy_decode_node_is_avoided_in_the_next_attempt() -> None:
     assert run.route.decode == "d0"
     gateway.prefill_failed(run.key, "out of blocks", is_busy=True)
     assert begin(gateway, now=1.0).route.decode == "d1"
+
+
+def test_a_request_that_moves_counts_the_tokens_that_its_prompt_continued() -> None:
+    gateway = make("d0", "d1")
+    request = Request("a", [1, 2, 3, 4, 5], 6, sampling=SamplingParams(num_continued=2))
+    gateway.add_request(request, 0.0)
+    run = begin(gateway)
+    assert (run.route.decode, run.request.sampling.num_continued) == ("d0", 2)
+    gateway.started(run.key)
+    gateway.set_free("d1", 20)
+    gateway.preempted(run.key, (7, 8, 9), Hits(), 1)
+    run = begin(gateway)
+    assert (run.route.decode, run.request.sampling.num_continued) == ("d1", 5)
+    assert run.request.prompt.tolist() == [1, 2, 3, 4, 5, 7, 8, 9]
+    assert run.request.max_new_tokens == 3
+
+
+def record(token: int) -> TokenLogprob:
+    return TokenLogprob(token, -0.25 * token, 1, ())
+
+
+def test_a_request_that_moves_keeps_the_log_probabilities_of_all_its_tokens() -> None:
+    gateway, request = make("d0", "d1"), Request("a", [1, 2, 3], 6, logprobs=0)
+    gateway.add_request(request, 0.0)
+    run = begin(gateway)
+    gateway.started(run.key)
+    gateway.progressed(run.key, [4], [record(4)])
+    gateway.set_free("d1", 20)
+    gateway.preempted(run.key, (4, 5), Hits(), 1, [record(4), record(5)])
+    run = begin(gateway)
+    gateway.started(run.key)
+    gateway.progressed(run.key, [6], [record(6)])
+    rest = [6, 7, 8, 9]
+    gateway.finished(run.key, rest, Hits(), 0, list(map(record, rest)))
+    assert gateway.take_ended() == [request] and gateway.num_moved == 1
+    assert request.output_tokens == [4, 5, *rest]
+    assert request.output_logprobs == list(map(record, [4, 5, *rest]))
+
+
+@pytest.mark.parametrize(("num_free", "has_room"), [(2, False), (3, True)])
+def test_a_request_moves_where_all_of_its_tokens_fit(num_free: int, has_room: bool) -> None:
+    """Nine tokens fill two blocks of four, and begin a third."""
+    gateway = make("d0", "d1")
+    gateway.add_request(Request("a", [1, 2, 3, 4, 5], 4), 0.0)
+    run = begin(gateway)
+    gateway.started(run.key)
+    gateway.set_free("d1", num_free)
+    gateway.preempted(run.key, (7,), Hits(), 1)
+    assert gateway.num_moved == has_room
 
 
 def test_attempts_of_a_lost_node_are_retried() -> None:

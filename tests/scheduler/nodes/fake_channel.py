@@ -28,7 +28,13 @@ from radixkv.scheduler.handoff.gateway_messages import (
 )
 from radixkv.scheduler.handoff.messages import Ack, Ask
 from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
-from radixkv.scheduler.nodes.channel import ChannelStats, Packet, TooManyPeersError, ZmqChannel
+from radixkv.scheduler.nodes.channel import (
+    ChannelStats,
+    Packet,
+    TooManyPeersError,
+    UnknownPeerError,
+    ZmqChannel,
+)
 from radixkv.scheduler.nodes.event_loop import NodeEventLoop
 from radixkv.scheduler.nodes.node import PeerMessage
 from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
@@ -71,6 +77,8 @@ class FakeChannel(ZmqChannel):
             self.connected.remove(peer)
 
     def send(self, peer: str, message: Any, pull_info: Any = None) -> bool:
+        if peer not in self.connected:
+            raise UnknownPeerError(peer)
         if not self._is_lost(self.name, peer, message):
             packet = Packet(self.name, peer, self.epoch, 0, message, pull_info)
             self._ends[peer]._arrived.append(packet)

@@ -16,10 +16,12 @@ from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.gateway.network_gateway import NetworkGateway
 from radixkv.scheduler.handoff.gateway_messages import (
     GATEWAY,
+    CacheUpdate,
     DeliveryAck,
     Finished,
     NodeStatus,
     RunPrefill,
+    Started,
 )
 from radixkv.scheduler.request import Request, RequestStatus
 
@@ -194,7 +196,9 @@ def test_a_node_forgets_peers_that_are_silent_for_long() -> None:
     world.complete([Request("a", [1, 2, 3], 2)])
     loop = world.loops["prefill-0"]
     assert "decode-0" in loop._heard_at
-    world.turn(int((TIMING.remember_s + 3) / TURN_S))
+    world.turn(int((TIMING.remember_s - 3) / TURN_S))
+    assert "decode-0" in loop._heard_at, "its attempts may go on"
+    world.turn(int(6 / TURN_S))
     assert loop._heard_at.keys() == {GATEWAY}
 
 
@@ -259,3 +263,30 @@ def test_the_gateway_learns_what_nodes_have_though_messages_are_lost(
         index = router._node(name).index
         assert index is not None
         assert index.held == {"GPU": held[name], "CPU": set()}
+
+
+def test_the_gateway_hears_what_a_node_has_got_before_the_end_that_tells_of_it() -> None:
+    """Else the next request of the same prompt would go to another node."""
+    world = Deployment()
+    world.turn(4)
+    poll, cache = world.decode.poll, world.caches["decode-0"]
+
+    def poll_and_publish(now: float) -> bool:
+        was_busy = poll(now)
+        if world.decode._reports:
+            blocks = BlockStored("GPU", (11,), None, np.arange(4, dtype=np.int32), 4, b"")
+            cache.take_in(EventBatch(0, (blocks,)))
+        return was_busy
+
+    world.decode.poll = poll_and_publish  # type: ignore[method-assign]
+    heard: list[Any] = []
+    receive = world.nodes._gateway.receive
+
+    def receive_and_note(peer: str, epoch: int, message: Any, now: float) -> None:
+        heard.append(message)
+        receive(peer, epoch, message, now)
+
+    world.nodes._gateway.receive = receive_and_note  # type: ignore[method-assign]
+    world.complete([Request("a", [1, 2, 3], 2)])
+    kinds = [type(each) for each in heard if isinstance(each, CacheUpdate | Started | Finished)]
+    assert kinds == [CacheUpdate, Started, Finished]

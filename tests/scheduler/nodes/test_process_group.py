@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -20,7 +21,7 @@ from radixkv.scheduler.engine.calls import Call
 from radixkv.scheduler.errors import GroupError
 from radixkv.scheduler.nodes import process_group
 from radixkv.scheduler.nodes.channel import ChannelAddressError, Secret
-from radixkv.scheduler.nodes.channel.gate import MAX_UNPROVEN
+from radixkv.scheduler.nodes.channel.gate import MAX_UNPROVEN, Gate
 from radixkv.scheduler.nodes.process_group import ProcessGroup, init_processes
 
 OPTIONS = {"block_size": "4"}
@@ -261,6 +262,31 @@ def test_an_error_of_process_0_ends_the_others(others, secret):
     assert others.errors == {1: message, 2: message}
     with fails(re.escape(message)):
         group.tell("draw")
+
+
+def test_the_last_message_is_heard_though_the_gate_has_yet_to_pass_it_on(others, monkeypatch):
+    monkeypatch.setattr(process_group, "_LINGER_MS", int(1000 * LATE_S))
+    is_held, holds, is_over = threading.Event(), threading.Event(), Gate._is_over
+
+    def is_over_late(gate: Gate) -> bool:
+        while is_held.is_set() and gate._end_s is None:
+            holds.set()
+            time.sleep(0.001)
+        return is_over(gate)
+
+    monkeypatch.setattr(Gate, "_is_over", is_over_late)
+    others.start(1, follow, secret=SECRET)
+    others.start(2, follow, secret=SECRET)
+    with suppress(KeyError), ProcessGroup(secret=SECRET, timeout_s=LATE_S) as group:
+        group.join(OPTIONS)
+        is_held.set()
+        host, _, port = group.address.rpartition(":")
+        with socket.create_connection((host, int(port))):  # wakes the gate
+            assert holds.wait(LATE_S)
+        raise KeyError("request")
+    others.end()
+    message = "process 0 has failed: 'request'"
+    assert others.errors == {1: message, 2: message}
 
 
 def test_a_step_that_fails(others, monkeypatch):

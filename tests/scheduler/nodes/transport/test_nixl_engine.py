@@ -8,6 +8,7 @@ from threading import Event, current_thread
 import numpy as np
 import pytest
 
+from radixkv.kvcache.cleanup import give_back
 from radixkv.scheduler.nodes.transport import (
     Fault,
     Offered,
@@ -19,6 +20,7 @@ from radixkv.scheduler.nodes.transport import (
     nixl_engine,
     transfer_table,
 )
+from radixkv.scheduler.nodes.transport.descriptors import make_digest_key
 from radixkv.scheduler.nodes.transport.nixl_agent import NixlAgent
 from radixkv.scheduler.nodes.transport.nixl_engine import NixlEngine
 from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
@@ -133,3 +135,28 @@ def test_a_cancelled_pull_stays_quarantined_while_the_helper_reads(
     may_go_on.set()
     while pair.decode.stats().quarantined_bytes:
         assert pair.decode.poll() == []
+
+
+def test_only_a_part_that_was_read_is_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P gives the memory of a confirmed part to others."""
+    confirmed: list[bytes] = []
+    monkeypatch.setattr(NixlAgent, "notify", lambda self, peer, text: confirmed.append(text))
+    p, d = NixlEngine(STAGING_BYTES), NixlEngine(STAGING_BYTES)
+    given = [np.arange(3 * STAGING_BYTES // 4, dtype=np.uint8)]  # then less than half is free
+    described, key = describe(given, num_blocks=1), make_digest_key()
+    offered = p.offer(given)
+    assert offered is not None
+    given_up = d.pull(offered.route, described, key)
+    assert given_up is not None and d.pull(offered.route, described, key) is None
+    given_up.abandon()
+    d.maintain()
+    assert (d.quarantined_bytes, confirmed) == (0, [])
+    pull = d.pull(offered.route, described, key)
+    assert pull is not None
+    while not pull.advance():
+        p.maintain()
+    assert equal(pull.arrays, given) and not confirmed
+    pull.free()
+    assert len(confirmed) == 1
+    offered.withdraw(was_read=True)
+    give_back(p.close, d.close)

@@ -15,6 +15,7 @@ from radixkv.kvcache.storage import (
     Completion,
     Kind,
     Status,
+    StorageClosedError,
     StorageOpId,
     StorageUrlError,
     StorageWorkers,
@@ -310,6 +311,23 @@ def test_a_store_takes_its_memory_until_its_value_is_deleted(status: Status) -> 
     assert not offer.is_withdrawn() and len(storage.open) == 1
     storage.end(Status.DELETED)
     assert offer.is_withdrawn() and nothing_is_left(engine) and engine.offer(given)
+
+
+@pytest.mark.parametrize("error", [StorageClosedError, MemoryError, KeyboardInterrupt])
+def test_what_cannot_begin_takes_no_memory(error: type[BaseException]) -> None:
+    storage, engine = by_hand()
+
+    def fail(*_: object, **__: object) -> StorageOpId:
+        raise error
+
+    storage.store = storage.load = fail  # type: ignore[method-assign]
+    with pytest.raises(error):
+        engine.offer([np.zeros(60, np.uint8)])
+    with pytest.raises(error):
+        begin_pull(engine)
+    assert nothing_is_left(engine)
+    storage.store = storage.load = storage._begin  # type: ignore[method-assign]
+    assert engine.offer([np.zeros(60, np.uint8)]) and begin_pull(engine)
 
 
 @pytest.mark.parametrize(("url", "ttl_s"), [("redis://h:1", 600), ("s3://bucket/x", None)])
