@@ -140,6 +140,13 @@ def test_no_stop_token_comes_before_min_tokens(served, min_tokens, temperature):
     else:
         assert request.output_tokens[:place] == free[:place]
         assert request.output_tokens[place] != stop
+    # One that continues it counts the tokens of both.
+    begun, rest = request.output_tokens[:2], request.output_tokens[2:]
+    sampling = replace(sampling, num_continued=2)
+    request = Request("b", [3, *begun], NEW_TOKENS - 2, sampling=sampling, stop_token_ids=[stop])
+    serving.add_request(request)
+    serving.run()
+    assert request.output_tokens == rest
 
 
 def test_nothing_is_compiled_or_allocated_for_who_asks_for_nothing(model):

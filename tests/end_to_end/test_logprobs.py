@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,10 @@ from hypothesis import strategies as st
 from radixkv.kvcache import HostConfig
 from radixkv.scheduler import GenerationParams, RequestError
 from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.engine.logprobs import Logprobs
 from radixkv.scheduler.gateway.gateway import Gateway
+from radixkv.scheduler.models import Batch
+from radixkv.scheduler.models.transformer import compute_logits
 from radixkv.scheduler.request import GREEDY, Request, SamplingParams, TokenLogprob
 
 from .cluster import Cluster
@@ -84,6 +88,22 @@ def served(engine: Callable[[str, int], Engine]) -> tuple[Engine, list[Any]]:
 def logits_after(serving: Engine, prompt: list[int]) -> np.ndarray:
     complete(serving, [prompt], 1)
     return np.asarray(serving._runner._programs.logits)[0].copy()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 65])
+def test_a_step_of_any_size_has_a_record_of_each_token(served, num_tokens):
+    """The logits of 32 tokens are computed at a time."""
+    model, rng = served[0]._runner.model, np.random.default_rng(num_tokens)
+    config, params = model.config, model.params
+    x = jnp.asarray(rng.normal(size=(num_tokens, config.hidden_size)), jnp.float32)
+    targets = rng.integers(config.vocab_size, size=num_tokens).astype(np.int32)
+    places, row = jnp.arange(num_tokens, dtype=jnp.int32), jnp.zeros(1, jnp.int32)
+    batch = Batch(places, places, places, row[None], row, row, row, row)
+    found = Logprobs().of_targets(targets, model, batch, x).rows(num_tokens)
+    all_rows = batch._replace(logit_rows=places)
+    logits = np.asarray(compute_logits(config, params.norm, params.lm_head, all_rows, x, mesh=None))
+    for place, token in enumerate(targets.tolist()):
+        assert_same(found.at(place, token, 3), record_of(logits[place], token, 3))
 
 
 @settings(max_examples=8)

@@ -45,6 +45,17 @@ class TestMergeAttentionStates:
         assert_close(merged[0], out, dtype)
         assert_close(merged[1], lse, dtype)
 
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_outputs_of_16_bits_are_merged_in_float32_and_rounded_once(self, dtype):
+        rng = np.random.default_rng(0)
+        outs = [jnp.asarray(rng.normal(size=(64, 8)), dtype) for _ in range(2)]
+        lses = [jnp.asarray(rng.normal(size=64), jnp.float32) for _ in range(2)]
+        (a, b), (lse_a, lse_b) = outs, lses
+        merged, lse = merge_attention_states(a, lse_a, b, lse_b)
+        wide = [each.astype(jnp.float32) for each in outs]
+        exact, exact_lse = merge_attention_states(wide[0], lse_a, wide[1], lse_b)
+        assert np.array_equal(merged, exact.astype(dtype)) and np.array_equal(lse, exact_lse)
+
     def test_is_symmetric(self):
         (a, b), _ = two_halves()
         for x, y in zip(

@@ -40,6 +40,14 @@ def test_any_rows(rows, order, cut):
     check_rows(placed, tile_tokens, window)
 
 
+@pytest.mark.parametrize("window", [1, 7, 8, 9, 20])
+def test_windows_begin_at_each_place_of_a_step(window):
+    """And end there: steps have eight tokens."""
+    for kv_length in range(1, MAX_KV + 1):
+        for q_length in {1, 3, 8, 16, 17} & {*range(kv_length + 1)}:
+            check_rows([(kv_length, q_length, 8)], 16, window)
+
+
 def test_most_steps_of_a_long_row_need_no_mask():
     work = build([MAX_KV], [24], [0], tile_tokens=8)
     items = [WorkItem(*(int(x) for x in item)) for item in work.items[:3]]

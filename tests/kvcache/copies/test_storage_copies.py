@@ -93,10 +93,20 @@ class TestStorage:
             bench.start(OpKind.LOOKUP, keys=KEYS[:1])
         assert len(storage.asked) == 5
 
-    @pytest.mark.parametrize("status", [Status.DROPPED, Status.FAILED])
-    def test_a_load_without_a_time_out_does_not_show_a_hang(self, bench, storage, status):
-        bench.start(IN, destinations=[1], keys=KEYS[:1])
-        storage.end(storage.asked[0], [status], fenced=True)  # one value may be bad
+    @pytest.mark.parametrize(
+        "statuses",
+        [
+            [Status.DROPPED],
+            [Status.FAILED],  # one value may be bad
+            [Status.LOADED, Status.TIMED_OUT],  # storage is slow, and answers
+            [Status.TIMED_OUT, Status.MISSING],
+        ],
+    )
+    def test_a_load_that_storage_answers_does_not_show_a_hang(self, bench, storage, statuses):
+        size = len(statuses)
+        storage.values[KEYS[0]] = bytes(bench.host.bytes_per_block)
+        bench.start(IN, destinations=[1, 2][:size], keys=KEYS[:size])
+        storage.end(storage.asked[0], statuses, fenced=True)
         bench.driver.poll()
         for _ in range(2):
             bench.start(OpKind.LOOKUP, keys=KEYS[:1])

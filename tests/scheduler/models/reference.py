@@ -42,10 +42,15 @@ def cos_and_sin(
     rope: RopeConfig, head_dim: int, positions: npt.NDArray[np.int64]
 ) -> tuple[Float64, Float64]:
     """Return cosine and sine `[positions, head_dim // 2]` of the angles, which are float32."""
-    frequencies = [_frequency(rope, 2 * pair / head_dim) for pair in range(head_dim // 2)]
-    angles = np.outer(positions, np.asarray(frequencies, np.float32).astype(np.float64))
+    angles = np.outer(positions, frequencies(rope, head_dim))
     angles = angles.astype(np.float32).astype(np.float64)
     return np.cos(angles), np.sin(angles)
+
+
+def frequencies(rope: RopeConfig, head_dim: int) -> Float64:
+    """Return the radians per token `[head_dim // 2]`, which are float32."""
+    exact = [_frequency(rope, 2 * pair / head_dim) for pair in range(head_dim // 2)]
+    return np.asarray(exact, np.float32).astype(np.float64)
 
 
 def _frequency(rope: RopeConfig, exponent: float) -> float:

@@ -83,12 +83,16 @@ POSITIONS: Final = np.array([0, 1, *(edge + d for edge in EDGES for d in (-1, 0,
 
 def check_tables(module: ModuleType, kind: str) -> None:
     """Cosine and sine beyond every edge of a narrower type."""
-    found = module.rope_tables(ROPES[kind], 64, jnp.asarray(POSITIONS, jnp.int32))
-    for got, wanted in zip(found, reference.cos_and_sin(ROPES[kind], 64, POSITIONS), strict=True):
-        assert got.dtype == jnp.float32
+    positions = jnp.asarray(POSITIONS, jnp.int32)
+    for head_dim in (64, 96):  # of 96, the exponents of the frequencies are rounded
+        found = module.rope_tables(ROPES[kind], head_dim, positions)
+        exact = reference.cos_and_sin(ROPES[kind], head_dim, POSITIONS)
         # One unit in the last place of an angle, where the frequency is rounded otherwise.
-        spacing = np.spacing(POSITIONS.astype(np.float32))[:, None]
-        assert (np.abs(reference.wide(got) - wanted) <= 1e-6 + 2 * spacing).all()
+        angles = np.outer(POSITIONS, reference.frequencies(ROPES[kind], head_dim))
+        spacing = np.spacing(angles.astype(np.float32))
+        for got, wanted in zip(found, exact, strict=True):
+            assert got.dtype == jnp.float32
+            assert (np.abs(reference.wide(got) - wanted) <= 1e-6 + 2 * spacing).all()
 
 
 def check_parts(module: ModuleType, dtype: str) -> None:
@@ -133,6 +137,11 @@ ANGLES = "positions[:, None].astype(jnp.float32) * inverse_frequencies(rope, hea
 BUGS: Final[dict[str, tuple[str, str]]] = {
     "positions in bfloat16": (ANGLES, ANGLES.replace("float32", "bfloat16")),
     "positions in float16": (ANGLES, ANGLES.replace("float32", "float16")),
+    "frequencies computed in float32": (
+        "dtype=np.float64) / head_dim\n    frequencies = rope.theta**-exponents",
+        "dtype=np.float32) / np.float32(head_dim)\n"
+        "    frequencies = np.float32(rope.theta) ** -exponents",
+    ),
     "frequencies in bfloat16": (ANGLES, ANGLES + ".astype(jnp.bfloat16)"),
     "angles in bfloat16": (ANGLES, f"({ANGLES}).astype(jnp.bfloat16)"),
     "cosine in bfloat16": ("jnp.cos(angles)", "jnp.cos(angles).astype(jnp.bfloat16)"),

@@ -75,6 +75,20 @@ def test_without_a_prefix_cache_nothing_is_copied():
     assert admit_other(scheduler, other).copies == []
 
 
+@pytest.mark.parametrize("num_tokens", [2, 3, 6])
+def test_a_sample_that_wants_records_of_its_prompt_computes_all_of_it(num_tokens):
+    scheduler, (first, _) = make(num_tokens)
+    admit_other(scheduler, first)
+    update(scheduler, scheduler._batch.in_flight[0])
+    scheduler.abort("other")
+    other = Request("records", first.prompt, 8, sample_of=first, prompt_logprobs=0)
+    scheduler.add(other)
+    plan = admit_other(scheduler, other)
+    [chunk] = plan.prefill
+    assert (chunk.request, chunk.start, chunk.length) == (other, 0, num_tokens)
+    assert plan.copies == []
+
+
 def test_a_sample_of_a_request_that_has_ended_computes_the_last_block():
     scheduler, (_, other) = make(6, max_new_tokens=1)
     plan = admit_other(scheduler, other)
