@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,3 +52,44 @@ def test_the_error_has_the_last_words_of_the_node(
         with pytest.raises(NodeProcessError) as error:
             processes.check()
     assert str(error.value) == text
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let nodes run a program of the test."""
+    popen = subprocess.Popen
+
+    def use(program: str) -> None:
+        def start(line: list[str], **options: Any) -> Any:
+            return popen([sys.executable, "-S", "-c", program], **options)
+
+        monkeypatch.setattr(subprocess, "Popen", start)
+
+    return use
+
+
+def test_ctrl_c_reaches_the_process_that_has_started_a_node_and_not_the_node(
+    run: Callable[[str], None],
+) -> None:
+    """A terminal sends it to a session, and the node has one of its own."""
+    run("import os; print(os.getsid(0) == os.getpid() and '{}' or 0)")
+    with NodeProcesses() as processes:
+        processes.start("p", "prefill-node", [])
+        os.waitid(os.P_PID, processes.pid("p"), os.WEXITED | os.WNOWAIT)
+        assert processes.end("p") == {}
+
+
+def test_a_node_that_is_stopped_ends_in_order(run: Callable[[str], None]) -> None:
+    run("""
+import os, signal, sys
+def end(*_):
+    print('{"ended": 1}', flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+os.kill(os.getpid(), signal.SIGSTOP)
+signal.pause()
+""")
+    with NodeProcesses() as processes:
+        processes.start("p", "prefill-node", [])
+        os.waitid(os.P_PID, processes.pid("p"), os.WSTOPPED | os.WNOWAIT)
+        assert processes.end("p") == {"ended": 1}
