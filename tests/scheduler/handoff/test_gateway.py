@@ -102,6 +102,20 @@ def test_a_request_moves_where_all_of_its_tokens_fit(num_free: int, has_room: bo
     assert gateway.num_moved == has_room
 
 
+def test_when_all_pairs_lost_an_attempt_the_last_one_is_avoided_though_it_is_idle() -> None:
+    gateway = make("d0", "d1")
+    gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    run = begin(gateway)
+    assert run.route.decode == "d0"
+    gateway.prefill_failed(run.key, "silence", is_lost=True)
+    run = begin(gateway, now=1.0)
+    assert run.route.decode == "d1"
+    gateway.add_request(Request("b", [7] * 9, 2), 1.0)
+    assert begin(gateway, now=1.0).route.decode == "d0"
+    gateway.prefill_failed(run.key, "silence", is_lost=True)
+    assert begin(gateway, now=2.0).route.decode == "d0"
+
+
 def test_attempts_of_a_lost_node_are_retried() -> None:
     gateway = make("d0", "d1")
     gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)

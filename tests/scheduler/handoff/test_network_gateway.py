@@ -69,6 +69,18 @@ def test_missing_nodes_are_named_after_the_time(names: list[str], text: str) -> 
     gateway.check(1.0, SILENCE_S - 1)
 
 
+def test_nodes_are_missed_from_the_last_message_of_any_of_them_on() -> None:
+    gateway = make("p0", "d0", "d1")
+    join(gateway, "d1", 3.0)
+    for now in (4.0, 8.0):
+        join(gateway, "p0", now)
+        gateway.tick(now)
+    assert list(gateway.gone) == ["d0", "d1"]
+    gateway.check(7.0, 9.999)
+    with pytest.raises(NodesMissingError, match=r"^d0 and d1 have not been heard of for 7 s"):
+        gateway.check(7.0, 10.0)
+
+
 @pytest.mark.parametrize("epoch", [1, 3])
 def test_only_the_epoch_that_joined_is_heard(epoch: int) -> None:
     gateway = make("d0")

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -249,6 +250,22 @@ def test_a_process_that_is_late(others):
             release.set()
 
 
+def test_reports_that_come_at_the_last_moment_are_in_time(others, monkeypatch):
+    """The time is over as soon as the last report has been taken."""
+    others.start(1, follow)
+    others.start(2, follow)
+    with ProcessGroup(timeout_s=LATE_S) as group:
+        group.join(OPTIONS)
+        group.tell("draw")
+        sender, now = group._sender, time.monotonic
+        assert sender is not None
+        late = SimpleNamespace(monotonic=lambda: now() if sender.late else now() + 2 * LATE_S)
+        with monkeypatch.context() as context:
+            context.setattr(process_group, "time", late)
+            group.wait(())
+        assert sender.late == []
+
+
 @with_and_without_secret
 def test_an_error_of_process_0_ends_the_others(others, secret):
     """Its last message is heard, also through the gate."""
@@ -372,15 +389,27 @@ def test_strangers_without_the_secret(others):
     assert num_files() == before
 
 
-def test_a_message_of_somebody_else(others):
+@pytest.mark.parametrize(
+    ("name", "frames"),
+    [
+        (b"", [b"join", b"{}"]),
+        (b"0", [b"join", b"{}"]),
+        (b"3", [b"join", b"{}"]),
+        (b"1", [b"join"]),
+    ],
+)
+def test_a_message_of_somebody_else(others, name, frames):
+    """It has no process's name, or does not say what processes say."""
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
+    if name:
+        stranger.set(zmq.ROUTING_ID, name)
     with (
-        pytest.raises(GroupError, match=r"^a message came from b'.*', which is none of 3$"),
+        pytest.raises(GroupError, match=rf"^a message came from b'{name.decode() or '.+'}', which"),
         ProcessGroup(timeout_s=LATE_S) as group,
     ):
         stranger.connect(f"tcp://{group.address}")
-        stranger.send_multipart([b"join", b"{}"])
+        stranger.send_multipart(frames)
         group.join(OPTIONS)
     context.destroy(linger=0)
 

@@ -61,6 +61,15 @@ def test_the_pause_doubles_up_to_a_minute_and_begins_anew_for_a_node_that_stays(
     assert "in 1 s" in fleet.end()
 
 
+def test_a_node_that_stays_for_less_than_a_minute_waits_longer_each_time() -> None:
+    fleet, pauses = Fleet(), []
+    for _ in range(4):
+        pauses.append(float(fleet.end().split()[-2]))
+        fleet.pass_time(pauses[-1])
+        fleet.pass_time(30)
+    assert pauses == [1, 2, 4, 8]
+
+
 def test_other_nodes_do_not_wait() -> None:
     fleet = Fleet()
     for _ in range(5):
