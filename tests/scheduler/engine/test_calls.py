@@ -26,6 +26,7 @@ from radixkv.scheduler.engine.calls import (
     describe_difference,
     encode_call,
 )
+from radixkv.scheduler.engine.group_runners import digest_params
 from radixkv.scheduler.errors import CallError
 from radixkv.spec.model.group import GroupLedger
 from radixkv.spec.rules.rule import Violation
@@ -324,3 +325,14 @@ def test_options_that_differ_are_named():
     assert describe_difference(2, options | {"block_size": "8"}, options) == message
     message = "process 2 has more 1, process 0 None: all need the same"
     assert describe_difference(2, options | {"more": "1"}, options) == message
+
+
+def test_the_digest_of_weights_depends_on_each_of_them():
+    weights = [jnp.full(4, value, jnp.bfloat16) for value in (1, 2, 3)]
+    digest = digest_params(tuple(weights))
+    assert digest == digest_params(tuple(map(np.asarray, weights))) and len(digest) == 8
+    digests = {digest}
+    for place, each in enumerate(weights):
+        changed = [*weights[:place], each.at[-1].add(1), *weights[place + 1 :]]
+        digests.add(digest_params(tuple(changed)))
+    assert len(digests) == 4

@@ -160,3 +160,19 @@ def test_only_a_part_that_was_read_is_confirmed(monkeypatch: pytest.MonkeyPatch)
     assert len(confirmed) == 1
     offered.withdraw(was_read=True)
     give_back(p.close, d.close)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_part_that_cannot_be_copied_takes_no_memory(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    engine = NixlEngine(STAGING_BYTES)
+    with monkeypatch.context() as context:
+        context.setattr(engine._pool, "write", fail)
+        with pytest.raises(error):
+            engine.offer(arrays())
+    assert engine._pool.num_free_bytes == STAGING_BYTES
+    give_back(engine.close)
