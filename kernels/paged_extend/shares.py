@@ -7,10 +7,11 @@ steps, and those of the last waves. They stand in one line, which is cut so that
 has a fair share in the end. Tiles of 20, 3, 3, 3, 3, 2, 2 steps and four thread blocks, whose fair
 share is 9::
 
-    tile            0       1   2   3   4    5   6
-    steps          20       3   3   3   3    2   2
-                divided    |--- wave 0 ---|  |-5-|---|    wave 1: 3 + 2 <= 9
-                            0   1   2   3     3   2       thread block
+    tile            0       1   2   3   4      5   6
+    steps          20       3   3   3   3      2   2
+                divided    |--- wave 0 ---|   |wave 1|    3 + 2 <= 9
+    thread block            0   1   2   3      3   2
+
     thread block   whole       divided
     0              3           tile 0, steps  0 ..  5     9 steps together
     1              3           tile 0, steps  6 .. 11     9
@@ -35,6 +36,7 @@ from jaxtyping import Array, Int32
 from .config import SMALLEST_SHARE, TOLERANCE
 
 TO_THE_END = np.int32(2**30)
+"""`Piece.end` of a piece that ends where its tile does."""
 
 
 class Piece(NamedTuple):
