@@ -120,18 +120,9 @@ def interpret_params(**options: Any) -> Interpret:
     return plgpu.InterpretGPUParams(**options)
 
 
-def dot(
-    a: Sequence[Any],
-    b: Any,
-    shape: tuple[int, int],
-    interpret: Interpret,
-    overlapped: Callable[[], None] = lambda: None,
-) -> jax.Array:
-    """`sum(a) @ b.T` of shared matrices `[m, d]`, `[n, d]`: float32 `shape` = [m, n], by WGMMA.
-
-    `overlapped` is called while the tensor cores compute the products.
-    """
-    return dot_beside(a, b, shape, interpret, overlapped)[0]
+def dot(a: Sequence[Any], b: Any, shape: tuple[int, int], interpret: Interpret) -> jax.Array:
+    """`sum(a) @ b.T` of shared matrices `[m, d]`, `[n, d]`: float32 `shape` = [m, n], by WGMMA."""
+    return dot_beside(a, b, shape, interpret, lambda: None)[0]
 
 
 def dot_beside(
@@ -141,7 +132,7 @@ def dot_beside(
     interpret: Interpret,
     overlapped: Callable[[], T],
 ) -> tuple[jax.Array, T]:
-    """`dot`, and what `overlapped` returns."""
+    """`dot`, and what `overlapped` returns, which is called while the tensor cores compute it."""
     if interpret is not None:
         products = [jnp.dot(x[...], b[...].T, preferred_element_type=jnp.float32) for x in a]
         return sum(products[1:], start=products[0]), overlapped()
