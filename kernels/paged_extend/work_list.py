@@ -161,8 +161,8 @@ def attend_single_tokens(
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"] | None]:
     """Replace `out` and `lse` of rows of one query token by the results of a decode kernel.
 
-    One decode launch serves all of them, at the cost of the KV they read. A query tile would
-    spend the work of a whole tile on one token, with one thread block per (row, KV head).
+    For the backends of XLA, in which a query tile would take the work of a whole tile for one
+    token. One decode serves all of these rows, at the cost of the KV that they read.
 
     Args:
         decode: Returns output and log-sum-exp for one query and one length per row of the batch.
