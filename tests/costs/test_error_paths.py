@@ -68,9 +68,10 @@ FILE_BUGS = {
         bug(
             "the stripe of a name is taken without with",
             BACKEND,
-            ("        with self._stripe(key):\n            self._files.rename(temporary, path)\n",
-             "        self._stripe(key).acquire()\n        if True:\n"
-             "            self._files.rename(temporary, path)\n"),
+            ("        with self._stripe(key):\n            try:\n"
+             "                self._files.rename(temporary, path)\n",
+             "        self._stripe(key).acquire()\n        if True:\n            try:\n"
+             "                self._files.rename(temporary, path)\n"),
             ("            self._index.commit(key, num_bytes)\n",
              "            self._index.commit(key, num_bytes)\n"
              "        self._stripe(key).release()\n"),

@@ -267,16 +267,23 @@ class FileBackend:
             finally:
                 self._files.close(file)
         except BaseException:
-            with suppress(OSError):  # the next start removes it
-                self._files.unlink(path)
+            self._remove_temporary(path)
             raise
         return path
+
+    def _remove_temporary(self, path: str) -> None:
+        with suppress(OSError):  # the next start removes it
+            self._files.unlink(path)
 
     def _publish(self, key: bytes, temporary: str, num_bytes: int) -> None:
         """Rename a complete file to the name of its key, durably if promised, and index it."""
         path = self._path(key)
         with self._stripe(key):
-            self._files.rename(temporary, path)
+            try:
+                self._files.rename(temporary, path)
+            except BaseException:
+                self._remove_temporary(temporary)
+                raise
             try:
                 if self._durable:
                     self._files.sync_directory(dirname(path))

@@ -77,6 +77,7 @@ class Faults:
     no_space: int = 0
     sync_fails: int = 0
     unlink_fails: int = 0
+    rename_fails: int = 0
 
 
 class CrashDisk:
@@ -262,6 +263,8 @@ class CrashDisk:
         directory, name = self._parent(old)
         target, new_name = self._parent(new)
         assert target is directory, "a rename across directories is not one change"
+        if self._fails(self.faults.rename_fails):
+            raise OSError(errno.ENOSPC, "no space for the name")
         directory.change({name: None, new_name: self._file(old)})
         self.moment()
 

@@ -127,8 +127,8 @@ BUGS = (
     Bug(
         "the name comes before the bytes are synced",
         "files/backend.py",
-        "            self._files.rename(temporary, path)\n            try:\n",
-        "            self._files.rename(temporary, path)\n            try:\n"
+        "                self._files.rename(temporary, path)\n",
+        "                self._files.rename(temporary, path)\n"
         "                self._files.sync(self._files._handle(self._files._file(path)))\n",
     ),
     Bug(
@@ -140,8 +140,8 @@ BUGS = (
     Bug(
         "the temporary of a failed write stays",
         "files/backend.py",
-        "                self._files.unlink(path)\n            raise\n        return path",
-        "                pass\n            raise\n        return path",
+        "next start removes it\n            self._files.unlink(path)",
+        "next start removes it\n            pass",
     ),
     Bug(
         "a failed write keeps its room",

@@ -398,6 +398,7 @@ def test_a_start_skips_everything_but_files(directory: Path, tmp_path: Path) -> 
     [
         (Faults(no_space=1), r"^writing failed: ENOSPC \(No space left on device\)$"),
         (Faults(sync_fails=1), r"^writing failed: EIO \(Input/output error\)$"),
+        (Faults(rename_fails=1), r"^writing failed: ENOSPC \(No space left on device\)$"),
     ],
 )
 def test_a_write_that_fails_leaves_nothing(faults: Faults, message: str) -> None:
@@ -411,6 +412,10 @@ def test_a_write_that_fails_leaves_nothing(faults: Faults, message: str) -> None
     assert raised.value.errno in (errno.ENOSPC, errno.EIO)
     backend.check()
     assert keys_of(backend) == [KEYS[0]]
+    names = [
+        name for bucket in disk.directories("/cache") for name, *_ in disk.scan(f"/cache/{bucket}")
+    ]
+    assert names == [KEYS[0].hex()]
     status, error = ChecksummedBackend(backend).store(KEYS[2], [memoryview(b"a")])
     assert (status, error) == (Status.FAILED, "BackendIOError")
 
