@@ -19,6 +19,7 @@ class OutputText:
         """Begin without tokens; no stop string is one that ends in the first `min_tokens`."""
         self.text = ""
         self._num_early = min_tokens
+        self._is_early = True
         self._detokenizer = detokenizer
         self._stop = StopStrings(stop)
 
@@ -37,14 +38,15 @@ class OutputText:
             detokenizer.push(tokens)
         for number, token in enumerate(tokens if self._stop else (), start=1):
             detokenizer.push([token])
-            if self._num_early > 0:
+            self._is_early = self._num_early > 0
+            if self._is_early:
                 self._num_early -= 1
-                self._stop.skip(detokenizer.text)
+                self._stop.skip(detokenizer.text, detokenizer.pending)
             elif self._is_cut():
                 return number
         if is_end:
             detokenizer.finish()
-            if self._is_cut():
+            if not self._is_early and self._is_cut():
                 return len(tokens)
         text = detokenizer.text
         self.text = text if is_end else text[: len(text) - self._stop.count_held(text)]

@@ -35,9 +35,10 @@ class StopStrings:
         ]
         return start + min(places) if places else None
 
-    def skip(self, text: str) -> None:
-        """Find no string that ends in this text, which is the text so far."""
-        self._searched = self._skipped = len(text)
+    def skip(self, text: str, pending: str = "") -> None:
+        """Find no string that ends in the text so far, nor in what follows it for now."""
+        self._searched = len(text)
+        self._skipped = len(text) + len(pending)
 
     def count_held(self, text: str) -> int:
         """Return the length of the longest end of a text that may be the begin of a stop string."""

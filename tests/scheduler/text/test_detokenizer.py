@@ -230,6 +230,35 @@ def test_no_stop_string_ends_in_the_first_tokens(min_tokens, text, used):
         assert output.text.rstrip() == text
 
 
+@given(
+    text=st.text("ab\n", min_size=1, max_size=8),
+    stop=st.text("ab\n", min_size=1, max_size=3),
+    min_tokens=st.integers(0, 9),
+    cuts=st.lists(st.integers(0, 8), max_size=4),
+)
+@example(text="\naa", stop="\n", min_tokens=1, cuts=[])
+@example(text="\n", stop="\n", min_tokens=1, cuts=[])
+def test_first_tokens_may_be_bytes_whose_text_is_not_final(text, stop, min_tokens, cuts):
+    tokenizer = byte_fallback()  # each character is a token, and a newline is a byte
+    tokens = [
+        tokenizer.get_vocab()[{"\n": "<0x0A>"}.get(character, character)] for character in text
+    ]
+    ends = range(max(min_tokens + 1, len(stop)), len(text) + 1)
+    used = next((end for end in ends if text.endswith(stop, 0, end)), None)
+    expected = text if used is None else text[: used - len(stop)]
+    output = OutputText(Detokenizer(tokenizer), [stop], min_tokens)
+    num_before = 0
+    for chunk in chunks_of(tokens, cuts):
+        num_before += len(chunk)
+        found = output.push(chunk, is_end=num_before == len(tokens))
+        if found is not None:
+            assert num_before - len(chunk) + found == used
+            break
+    else:
+        assert used is None
+    assert output.text == expected
+
+
 def test_a_stop_string_may_end_with_what_is_no_character():
     tokenizer = byte_fallback()
     output = OutputText(Detokenizer(tokenizer), ["a�"])
