@@ -61,8 +61,8 @@ def parse_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
         settings, path, "rope_theta", as_positive(config, path, "rope_theta", 10_000.0)
     )
     kind = settings.get("rope_type", settings.get("type", "default"))
-    rotary_factor = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if rotary_factor != 1.0:
+    rotary_factor = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if rotary_factor not in (None, 1.0):
         raise UnsupportedModelError(path, "partial_rotary_factor", rotary_factor, "1.0")
 
     def setting(key: str) -> float:

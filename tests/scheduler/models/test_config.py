@@ -74,6 +74,12 @@ def test_qwen3_entries_are_read():
     assert not config.attention_bias and not config.mlp_bias
 
 
+@pytest.mark.parametrize("entry", ["partial_rotary_factor", "rope_scaling", "rope_theta"])
+def test_a_null_is_a_default(entry):
+    entries = {key: value for key, value in LLAMA.items() if key != entry}
+    assert parse_config({**entries, entry: None}, PATH) == parse_config(entries, PATH)
+
+
 def test_llama_entries_that_are_left_out_take_their_defaults():
     config = parse_config(LLAMA, PATH)
     assert config.family == "llama" and not config.qk_norm and not config.tie_embeddings
