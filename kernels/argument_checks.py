@@ -134,6 +134,8 @@ def check_window(window: int | None) -> None:
         )
     if window < 1:
         raise KernelArgumentError(f"window must be >= 1 position, got {window}")
+    if window >= 2**31:
+        raise KernelArgumentError(f"window must be < 2**31 positions, got {window}")
 
 
 def check_sinks(sinks: jax.Array | None, num_q_heads: int) -> None:

@@ -172,6 +172,7 @@ class TestPagedDecodeRefusals:
         ({"soft_cap": float("inf")}, "soft_cap must be finite and > 0, got inf"),
         ({"soft_cap": True}, "soft_cap must be a Python number, got bool: it is compiled in"),
         ({"window": 0}, "window must be >= 1 position, got 0"),
+        ({"window": 2**31}, "window must be < 2**31 positions, got 2147483648"),
         ({"window": 2.5}, "window must be a Python int, got float: it is compiled in"),
         ({"sinks": jnp.zeros(3)}, "sinks must be [q_heads] = [4], got [3]"),
         ({"v_scales": jnp.zeros((7, 2))}, "v_scales must be None for pools of float32, got an array"),  # noqa: E501
