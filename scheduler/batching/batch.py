@@ -393,6 +393,7 @@ class BatchScheduler:
                 self._transfers.count_hits(request, hit_tokens - num_copied)
         else:
             self._stats.resumed_hit_tokens += hit_tokens
+            self.admits(request)
         request.status = RequestStatus.RUNNING
         request.num_computed = request.num_scheduled = hit_tokens
 

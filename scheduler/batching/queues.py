@@ -43,8 +43,8 @@ class RequestQueues:
 
     def add(self, request: Request) -> None:
         """Add a new request to the waiting ones."""
+        insort(self.waiting, request, key=self.policy.order)  # the policy may raise
         self._requests[request.request_id] = request
-        insort(self.waiting, request, key=self.policy.order)
 
     def add_running(self, request: Request) -> None:
         """Add a request that already holds blocks."""

@@ -25,7 +25,7 @@ class RequestTransfers:
         self._stats = stats
         # Prefetches in flight, by namespace and tokens up to the first block they fetch.
         self._fetching: dict[tuple[bytes, bytes], Prefetch] = {}
-        # Blocks prefetched for requests that have not begun, by request id.
+        # Blocks prefetched for requests that wait, by request id.
         self._ahead: dict[str, int] = {}
         # The latest prefetch that replaces blocks the host has dropped again.
         self._again: Prefetch | None = None

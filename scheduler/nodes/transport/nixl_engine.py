@@ -243,8 +243,9 @@ class NixlPull(EnginePull):
         if not self._waiting and self._helper_task is not None and not self._helper_task.cancel():
             with contextlib.suppress(TimeoutError):
                 self._helper_task.result(_HELPER_WAIT_S)
-        for number, handle in list(self._running.items()):
-            if not self._agent.is_running(handle, self._peer):
+        # A copy of keys cannot be interrupted by the helper's insertion; one of pairs allocates.
+        for number in list(self._running):
+            if not self._agent.is_running(self._running[number], self._peer):
                 self._agent.release(self._running.pop(number))
                 self._digest(number)
         while self._num_arrived < len(self._digests) and self._digests[self._num_arrived]:

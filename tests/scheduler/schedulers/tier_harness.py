@@ -127,6 +127,10 @@ class TierHarness:
             assert not (loads and request in planned), "computed while it is loaded"
             if request.parked is not None:
                 assert request.status is RequestStatus.PREEMPTED, request
+        if (transfers := scheduler._batch._transfers) is not None:
+            running = [each for each in self.requests if each.status is RequestStatus.RUNNING]
+            ahead = transfers._ahead.keys() & {each.request_id for each in running}
+            assert not ahead, f"blocks count as prefetched ahead for {ahead}, which run"
         if not plan.chunks and scheduler.has_work:
             assert self.manager.tiers is not None and self.manager.tiers.num_open_operations
 
