@@ -10,6 +10,8 @@ from radixkv.scheduler.errors import ConfigError
 from radixkv.scheduler.policy import Fcfs, Policy, Priority, as_policy
 from radixkv.scheduler.request import Request
 
+from .harness import Harness
+
 
 def arrived(priorities: list[int]) -> list[Request]:
     requests = [Request(str(i), [1], 1, priority=p) for i, p in enumerate(priorities)]
@@ -43,6 +45,20 @@ def test_an_order_is_unique_and_does_not_change_as_a_request_goes_on(
         request.append(3)
         request.num_preemptions += 1
     assert [policy.order(request) for request in requests] == orders
+
+
+def test_a_policy_that_raises_leaves_no_request_behind():
+    class ByUser:
+        def order(self, request: Request) -> tuple[int, ...]:
+            return {"known": 0}[request.request_id], request.arrival
+
+    harness = Harness(policy=ByUser())
+    with pytest.raises(KeyError):
+        harness.scheduler.add(Request("unknown", [1], 1))
+    assert not harness.scheduler.has_work
+    assert not harness.scheduler.abort("unknown")
+    harness.submit([1], name="known")
+    harness.drain()
 
 
 @pytest.mark.parametrize(

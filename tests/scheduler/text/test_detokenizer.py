@@ -240,9 +240,8 @@ def test_no_stop_string_ends_in_the_first_tokens(min_tokens, text, used):
 @example(text="\n", stop="\n", min_tokens=1, cuts=[])
 def test_first_tokens_may_be_bytes_whose_text_is_not_final(text, stop, min_tokens, cuts):
     tokenizer = byte_fallback()  # each character is a token, and a newline is a byte
-    tokens = [
-        tokenizer.get_vocab()[{"\n": "<0x0A>"}.get(character, character)] for character in text
-    ]
+    names = [{"\n": "<0x0A>"}.get(character, character) for character in text]
+    tokens = [tokenizer.get_vocab()[name] for name in names]
     ends = range(max(min_tokens + 1, len(stop)), len(text) + 1)
     used = next((end for end in ends if text.endswith(stop, 0, end)), None)
     expected = text if used is None else text[: used - len(stop)]
