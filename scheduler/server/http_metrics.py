@@ -55,6 +55,9 @@ class HttpMetrics:
         """Return an application that counts the requests to another."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+                return
             status, begun = _GONE, self._clock()
 
             async def watched(message: Message) -> None:

@@ -176,9 +176,21 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
             RequestError: see `Guided`.
         """
         formatted, given = self.response_format, self.structured_outputs
+        if formatted is not None and formatted.type != "json_schema" and formatted.json_schema:
+            raise ApiError(
+                400,
+                f"response_format of type {formatted.type} excludes json_schema",
+                param="response_format",
+            )
         if formatted is None or formatted.type == "text":
             if given is None:
                 return None
+            if given.json_object and given.json is not None:
+                raise ApiError(
+                    400,
+                    "structured_outputs takes one of json and json_object",
+                    param="structured_outputs",
+                )
             schema = {"type": "object"} if given.json_object else given.json
             return Guided(schema, given.regex, given.choice, given.grammar)
         if given is not None:

@@ -118,7 +118,9 @@ class EngineThread:
         self._refusal: SchedulerError | None = None
         self._deliveries: set[Delivery] = set()  # not ended
         self._calls: set[Future[object]] = set()
-        self._active: dict[str, Delivery] = {}  # those in the engine; of the engine thread alone
+        # Those in the engine; of the engine thread alone. The id of a request that has ended may be
+        # that of a new one before the step that tells its end.
+        self._active: dict[Request, Delivery] = {}
         self._is_closing = False
         self._timeout_s = 0.0
         # A daemon, because Python joins other threads before it runs `atexit`.
@@ -254,12 +256,13 @@ class EngineThread:
                 self._tell_end(delivery, "refused")
             self._post(consumer.deliveries)
         else:
-            self._active.update((each.request.request_id, each) for each in added)
+            self._active.update((each.request, each) for each in added)
 
     def _abort(self, delivery: Delivery, reason: FinishReason = "abort") -> None:
-        request_id = delivery.request.request_id
-        if self._active.get(request_id) is delivery and self._engine.abort(request_id):
-            self._failures.pop(request_id, None)
+        request = delivery.request
+        is_open = request in self._active and request.finish_reason is None
+        if is_open and self._engine.abort(request.request_id):
+            self._failures.pop(request.request_id, None)
             self._end(delivery, reason)
             self._post([delivery])
 
@@ -282,7 +285,7 @@ class EngineThread:
         """Tell the consumers about the tokens of a step, and about requests that ended in it."""
         changed = []
         for request in ended:
-            delivery = self._active.get(request.request_id)
+            delivery = self._active.get(request)
             if delivery is not None:
                 assert request.finish_reason is not None, f"{request!r} has not ended"
                 if request.request_id in self._failures:
@@ -291,7 +294,7 @@ class EngineThread:
                     self._end(delivery, request.finish_reason)
                 changed.append(delivery)
         for request in self._engine.advanced:
-            delivery = self._active.get(request.request_id)
+            delivery = self._active.get(request)
             if delivery is not None and delivery.num_tokens != len(request.output_tokens):
                 delivery.num_tokens = len(request.output_tokens)
                 changed.append(delivery)
@@ -301,15 +304,14 @@ class EngineThread:
 
     def _end(self, delivery: Delivery, reason: FinishReason) -> None:
         request = delivery.request
-        del self._active[request.request_id]
+        del self._active[request]
         delivery.num_tokens = len(request.output_tokens)
         delivery.finish_reason = request.finish_reason
         self._tell_end(delivery, reason)
 
     def _end_failed(self, delivery: Delivery, reason: str) -> None:
-        request_id = delivery.request.request_id
-        del self._active[request_id]
-        delivery.error = HandoffFailedError(f"request {request_id!r}: {reason}")
+        del self._active[delivery.request]
+        delivery.error = HandoffFailedError(f"request {delivery.request.request_id!r}: {reason}")
         self._tell_end(delivery, "error")
 
     def _tell_end(self, delivery: Delivery, reason: EndReason) -> None:

@@ -207,6 +207,59 @@ def test_a_stop_token_ends_the_output_and_stays_in_it(served):
     asyncio.run(main())
 
 
+def test_an_id_may_be_that_of_a_request_that_was_aborted_in_a_step(served):
+    compiled, alone = served
+    inner = fresh(compiled)
+    gate = Gate(inner)
+
+    async def main() -> None:
+        async with AsyncEngine(inner) as engine:
+            first = engine.generate(PROMPTS[0], PARAMS, request_id="x")
+            gate.allow(6)
+            await read_until(first, 3)
+            await first.aclose()
+            second = engine.generate(PROMPTS[1], PARAMS, request_id="x")
+            gate.open()
+            outputs = [output async for output in second]
+            assert all(output.new_token_ids for output in outputs)
+            assert list(outputs[-1].token_ids) == alone[1]
+
+    asyncio.run(main())
+    assert_nothing_leaked(inner)
+
+
+def test_an_id_may_be_that_of_a_request_whose_end_has_not_been_told(served):
+    compiled, alone = served
+    params = GenerationParams(max_tokens=4)
+
+    async def main(num_steps: int) -> int:
+        inner = fresh(compiled)
+        gate = Gate(inner)
+        async with AsyncEngine(inner) as engine:
+            first = engine.generate(PROMPTS[0], params, request_id="x")
+            gate.allow(num_steps)
+            while len(gate.leases) < num_steps:
+                await asyncio.sleep(0)  # a turn of the loop
+            engine.submit_call(lambda engine: engine.reset_cache())
+            second = engine.generate(PROMPTS[1], params, request_id="x")
+            gate.open()
+            output = await asyncio.wait_for(last(first), 60)
+            assert list(output.token_ids) == alone[0][:4]
+            try:
+                output = await asyncio.wait_for(last(second), 60)
+            except RequestError as error:
+                assert str(error) == "request 'x' is already active"
+                return 0
+            assert list(output.token_ids) == alone[1][:4]
+            return 1
+
+    counted = fresh(compiled)
+    gate = Gate(counted)
+    gate.open()
+    assert complete(counted, [PROMPTS[0]], 4) == [alone[0][:4]]
+    assert {asyncio.run(main(num_steps)) for num_steps in range(1, len(gate.leases))} == {0, 1}
+
+
 def test_outputs_report_the_hits_of_each_tier(served):
     compiled, _ = served
 

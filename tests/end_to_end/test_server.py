@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -209,6 +210,33 @@ def texts(events: list[Any], index: int = 0) -> str:
     """The text of one choice of a stream, of either endpoint."""
     choices = [each for event in events for each in event["choices"] if each["index"] == index]
     return "".join(each.get("text", each.get("delta", {}).get("content") or "") for each in choices)
+
+
+def test_scopes_that_are_no_requests_are_not_counted(llm):
+    async def of_a_server(app: Any, scope: dict[str, Any], messages: list[str]) -> list[str]:
+        sent = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": messages.pop(0)}
+
+        async def send(message: Any) -> None:
+            sent.append(message["type"])
+
+        await app({"asgi": {"version": "3.0"}, **scope}, receive, send)
+        return sent
+
+    async def main() -> None:
+        async with served(llm, api_key="key") as server:
+            lifespan = ["lifespan.startup", "lifespan.shutdown"]
+            sent = await of_a_server(server.app, {"type": "lifespan"}, [*lifespan])
+            assert sent == [f"{each}.complete" for each in lifespan]
+            scope = {"type": "websocket", "path": "/v1/models", "headers": [], "subprotocols": []}
+            sent = await of_a_server(server.app, scope, ["websocket.connect"])
+            assert sent == ["websocket.close"]
+            page = (await server.ask("GET", "/metrics")).body.decode()
+            assert not re.findall(r"^http_requests_total.*", page, re.MULTILINE)
+
+    asyncio.run(main())
 
 
 # Outputs
@@ -616,6 +644,21 @@ REFUSED: list[tuple[str, dict[str, Any], int, Any]] = [
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         400,
         error("response_format excludes structured_outputs", "response_format"),
+    ),
+    *(
+        (
+            CHAT,
+            {"response_format": {"type": kind, "json_schema": {"name": "a", "schema": {}}}},
+            400,
+            error(f"response_format of type {kind} excludes json_schema", "response_format"),
+        )
+        for kind in ("text", "json_object")
+    ),
+    (
+        COMPLETIONS,
+        {"structured_outputs": {"json_object": True, "json": {}}},
+        400,
+        error("structured_outputs takes one of json and json_object", "structured_outputs"),
     ),
     (
         COMPLETIONS,
