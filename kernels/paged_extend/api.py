@@ -114,7 +114,8 @@ def paged_extend(
             before the windows are not read. Static.
         sinks: One logit per query head, neither scaled nor capped, added to the denominator only.
         k_scales: Dequantisation scales, float32, for quantised pools and only for them:
-            ``key = k_blocks[block, head] * k_scales[block, head]``.
+            ``key = k_blocks[block, head] * k_scales[block, head]``. The Hopper kernel rounds these
+            keys and values to the dtype of the queries: those of float16 must be below 65,520.
         v_scales: The same for the values.
         return_lse: Also return the log-sum-exp of the logits. Static.
         backend: Implementation; None chooses the fastest that supports the arguments. Static.
