@@ -177,8 +177,8 @@ class Consumer(NamedTuple):
         weighted, peak, total = state
         scale = options.sm_scale * LOG2_E
         if options.soft_cap is not None:
-            # One instruction, as in FlashInfer and FlashAttention 3. Its relative error of 2**-11 is
-            # one of weights of up to soft_cap * 2**-11, 2.4 % at a cap of 50; decode has none of it.
+            # One instruction, as in FlashInfer and FlashAttention 3. Its relative error of 2**-11
+            # makes one of weights of up to soft_cap * 2**-11: 2.4 % at a cap of 50.
             logits = jnp.tanh(logits * (options.sm_scale / options.soft_cap))
             scale = options.soft_cap * LOG2_E
         if masked:

@@ -73,6 +73,9 @@ def served(engine: Callable[[str, int], Engine]) -> tuple[Engine, list[Any]]:
             serving.step()
             if len(request.output_tokens) > before:
                 logits.append(np.asarray(serving._runner._programs.logits)[0].copy())
+        if sampling.has_penalties:  # log probabilities are those before them
+            texts = ([*prompt, *request.output_tokens[:end]] for end in range(NEW_TOKENS))
+            logits = [logits_after(fresh(compiled), text) for text in texts]
         output = [
             record_of(each, token, num_output or 0)
             for each, token in zip(logits, request.output_tokens, strict=True)

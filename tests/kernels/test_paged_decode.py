@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
         heads=Heads(2, 7, 8), soft_cap=0.7, window=10_000
     ),
     "bfloat16, blocks of 16, sinks": dict(
-        block_size=16, dtype="bfloat16", sinks=jnp.array([-2.0, 0.0, 3.0, 50.0])
+        block_size=16, dtype="bfloat16", sinks=jnp.array([-120.0, 0.0, 3.0, 120.0])
     ),
     "float16, a wide table, a window of more than a chunk": dict(
         dtype="float16", width=500, window=600

@@ -93,7 +93,7 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "every option, a group of 7, a block larger than a step": dict(
         kv_lengths=[5, 300], q_lengths=[5, 70], block_size=128, heads=Heads(1, 7, 128),
-        dtype="float16", soft_cap=2.0, window=90, sinks=jnp.array([1.0, 2, 3, -9, 0, 0, 50]),
+        dtype="float16", soft_cap=2.0, window=90, sinks=jnp.array([1.0, 2, 3, -120, 0, 0, 120]),
     ),
     "rows in any order, longer than the table, more queries than KV": dict(
         kv_lengths=[9, 30, 3, 40, 5], q_lengths=[5, 2, 7, 3, 0], q_starts=[20, 9, 1, 12, -77],

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler.engine.adjustments import RowValues, _forbid, adjust_logits
+from radixkv.scheduler.engine.adjustments import RowValues, _forbid, _set_counts, adjust_logits
 from radixkv.scheduler.request import SamplingParams
 
 VOCABULARY = 37
@@ -112,6 +112,22 @@ def _near_the_border(
     with np.errstate(invalid="ignore"):
         distance = (before - before.max()) / sampling.temperature - np.log(sampling.min_p)
     return np.abs(distance) < 1e-4
+
+
+@given(
+    tokens=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=12),
+    num_prompt=st.integers(0, 12),
+    slot=st.integers(0, ROWS - 1),
+)
+def test_a_token_of_prompt_and_output_counts_in_both(tokens, num_prompt, slot):
+    num_prompt = min(num_prompt, len(tokens))
+    packed = np.zeros(3 + 12, np.int32)  # what follows the tokens does not count
+    packed[: 3 + len(tokens)] = [slot, num_prompt, len(tokens), *tokens]
+    counts = np.array(_set_counts(np.full((ROWS, VOCABULARY), 7, np.int32), packed))
+    expected = np.full((ROWS, VOCABULARY), 7, np.int32)
+    expected[slot] = np.bincount(tokens[num_prompt:], minlength=VOCABULARY)
+    expected[slot, tokens[:num_prompt]] += 1 << 30  # once, however often it is there
+    np.testing.assert_array_equal(counts, expected)
 
 
 def test_late_tokens_are_forbidden_unless_no_other_is_allowed():

@@ -217,6 +217,18 @@ def test_bfloat16_is_kept_as_it_is(tiny):
         np.testing.assert_array_equal(loaded.astype(jnp.float32), wide)
 
 
+def test_a_single_file_comes_before_shards(tiny):
+    """As in transformers: a model that was fine-tuned may lie over the shards of its base."""
+    expected = load_model(tiny).params
+    single = tiny / "model.safetensors"
+    content = single.read_bytes()
+    shard(tiny)
+    for path in tiny.glob("model-*.safetensors"):
+        save_file({name: each + 1 for name, each in load_file(path).items()}, path)
+    single.write_bytes(content)
+    jax.tree.map(np.testing.assert_array_equal, load_model(tiny).params, expected)
+
+
 def test_missing_weights_are_refused(tiny):
     (tiny / "model.safetensors").unlink()
     with pytest.raises(CheckpointFileError) as caught:

@@ -101,6 +101,18 @@ def test_old_and_new_spelling_of_rope_mean_the_same(entries):
     assert config.rope == RopeConfig(500_000.0, "llama3", 32.0, 1.0, 4.0, 8192)
 
 
+@pytest.mark.parametrize(
+    ("scaling", "rope"),
+    [
+        ({"rope_type": "default"}, RopeConfig(500_000.0)),
+        ({"type": "linear", "factor": 4.0}, RopeConfig(500_000.0, "linear", 4.0)),
+        (LLAMA3_ROPE, RopeConfig(500_000.0, "llama3", 32.0, 1.0, 4.0, 8192)),
+    ],
+)
+def test_every_kind_of_rope_has_the_theta_of_the_config(scaling, rope):
+    assert parse_config({**LLAMA, "rope_theta": 5e5, "rope_scaling": scaling}, PATH).rope == rope
+
+
 def test_linear_rope_divides_every_frequency():
     plain = inverse_frequencies(RopeConfig(10_000.0), 64)
     scaled = inverse_frequencies(RopeConfig(10_000.0, "linear", 4.0), 64)
