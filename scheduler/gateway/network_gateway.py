@@ -228,6 +228,7 @@ class NetworkGateway:
         """
         self._now = now
         self._gateway.add_request(request, now)
+        self._follow()  # what has begun must not outlive its nodes
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state; return False if no live request has this id."""

@@ -157,6 +157,11 @@ GATEWAY_BUGS: Final = [
         ("if now - node.heard_at >= self._silence_s:", "if False:"),
     ),
     bug(
+        "an attempt that a new request has begun is sent to nodes that are gone since",
+        REMOTE,
+        ("        self._follow()  # what has begun must not outlive its nodes\n", ""),
+    ),
+    bug(
         "cancelled attempts are not sent to nodes",
         REMOTE,
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain, combinations, product
 from types import ModuleType
 from typing import Any, Final
 
@@ -153,6 +154,37 @@ def a_silent_node_is_gone(h: ModuleType) -> None:
     assert set(harness.gateway.nodes) == {P, D}
     harness.gateway.tick(5.0)
     assert not harness.gateway.nodes and set(harness.gateway.gone) == {P, D}
+
+
+def nodes_may_be_lost_together_while_requests_wait(h: ModuleType) -> None:
+    """Requests that come between two ticks: the clock of the second begins the first."""
+    roles = {P: "prefill", "p1": "prefill", D: "decode", "d1": "decode"}
+    subsets = chain.from_iterable(combinations(roles, number) for number in range(1, 5))
+    for lost, looks in product(subsets, (False, True)):
+        harness = GatewayHarness(h, silence_s=5.0, backoff_s=0.0, max_attempts=1)
+        statuses = {name: status_of(h, role, name) for name, role in roles.items()}
+        for name in roles:
+            harness.gateway.receive(name, 5, statuses[name], 0.0)
+        for name in roles.keys() - lost:
+            harness.gateway.receive(name, 5, statuses[name], 5.0)
+        harness.sent()
+        for name in "abc":
+            request = gateway_of(h).network_gateway.Request(name, PROMPT, 2)
+            harness.gateway.add_request(request, 5.0)
+        assert not looks or harness.gateway.take_ended() == []
+        harness.gateway.tick(5.0)
+        assert set(harness.gateway.gone) == set(lost)
+        for name in lost:
+            harness.gateway.receive(name, 6, statuses[name], 5.0)
+        harness.gateway.tick(5.0)
+        runs = [each for _, each in harness.sent() if hasattr(each, "decode_node")]
+        last = {run.key.request_id.split()[0]: run for run in runs}
+        assert set(last) == {"a", "b", "c"}, lost
+        for run in last.values():
+            finished = h.gateway_messages.Finished(run.key, (1, 2), h.Hits(), 0)
+            epoch = 6 if run.decode_node in lost else 5
+            harness.gateway.receive(run.decode_node, epoch, finished, 5.0)
+        assert len(harness.gateway.take_ended()) == 3 and harness.gateway.failures == {}
 
 
 def only_time_limits_lost_attempts(h: ModuleType) -> None:
@@ -647,6 +679,7 @@ GATEWAY_SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
     reports_of_an_older_attempt_are_no_answer,
     the_gateway_repeats_run_prefill_until_it_is_acknowledged,
     a_silent_node_is_gone,
+    nodes_may_be_lost_together_while_requests_wait,
     only_time_limits_lost_attempts,
     the_next_attempt_avoids_the_pair_that_lost_one,
     lost_attempts_go_to_every_pair_before_one_comes_again,
