@@ -329,9 +329,9 @@ class Gateway:
         """Note that an attempt waits for blocks on D, with its KV in storage.
 
         If another decode node has said that it has room for all of the request, the attempt ends,
-        which does not count, and the next one begins there. Its prompt includes the tokens so far,
-        so that storage has most of its KV. Otherwise nothing changes. For the arguments, see
-        `finished`.
+        which does not count, and the next one begins there. Its prompt includes these tokens, so
+        that storage has most of its KV, but not what an earlier attempt has told besides: that may
+        be the end. Otherwise nothing changes. For the arguments, see `finished`.
         """
         self.started(key)
         if key not in self._num_heard:
@@ -347,7 +347,7 @@ class Gateway:
             return
         self._take_counts(request, hits, num_preemptions)
         self._avoided[name] = crowded
-        self._kept[name] = len(request.output_tokens)
+        self._kept[name] = self._num_kept[key] + len(tokens)
         self.num_moved += 1
         self._retrier.moved(key)
         self._follow()

@@ -13,7 +13,7 @@
 If something fails, PrefillFailed or DecodeFailed comes instead. The sender repeats each of these
 five until a DeliveryAck answers it. While an attempt is preempted, and its KV is in storage, D
 repeats Preempted; if another D has room, the gateway cancels the attempt, and begins the next one
-with the tokens that it has. The gateway sends CancelAttempt once, to all nodes, when an
+with the tokens in it. The gateway sends CancelAttempt once, to all nodes, when an
 attempt is no longer wanted: a node that missed it reports on the attempt later and is told again.
 A gateway that wants the tokens of an attempt as they come follows it. Progress may be lost: the
 gateway, which knows how many tokens it has, asks again from there, and Finished has all tokens.

@@ -408,6 +408,11 @@ GATEWAY_BUGS: Final = [
         ("        request.num_failed -= 1  # which it is not\n", ""),
     ),
     bug(
+        "a moved request goes on after tokens of an earlier attempt",
+        GATEWAY,
+        ("self._num_kept[key] + len(tokens)", "len(request.output_tokens)"),
+    ),
+    bug(
         "a moved request generates too many tokens",
         GATEWAY,
         ("original.max_new_tokens - kept,", "original.max_new_tokens,"),

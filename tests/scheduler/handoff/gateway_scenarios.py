@@ -413,6 +413,28 @@ def a_preempted_request_goes_on_where_there_is_room(h: ModuleType) -> None:
         assert (request.num_hit_tokens, request.num_preemptions) == (1, 3)
 
 
+def a_moved_request_goes_on_after_what_was_reported_of_it(h: ModuleType) -> None:
+    """An attempt that was lost has told more tokens, perhaps all, before the one that moves."""
+    messages, output = h.gateway_messages, tuple(range(7, 16))
+    for num_told, num_reported in product(range(10), range(9)):
+        stream = Stream(h)
+        stream.hear(0, *output[:num_told])
+        stream.retry()
+        stream.gateway.receive("d1", 5, status_of(h, "decode", "d1"), 0.0)
+        stream.receive(messages.Preempted(stream.key, output[:num_reported], h.Hits(), 1))
+        assert stream.gateway.num_moved == 1
+        stream.sent()
+        stream.gateway.tick(0.0)
+        [(_, run)] = stream.sent()
+        assert run.request().prompt.tolist() == [*PROMPT, *output[:num_reported]]
+        assert run.max_new_tokens == 9 - num_reported
+        stream.receive(messages.Started(run.key), "d1")
+        rest = output[num_reported:]
+        stream.receive(messages.Finished(run.key, rest, h.Hits(), 0), "d1")
+        [request] = stream.gateway.take_ended()
+        assert tuple(request.output_tokens) == output
+
+
 def status_of(h: ModuleType, role: str, name: str, load: Any = None) -> Any:
     messages = h.gateway_messages
     status = messages.NodeStatus(role, f"{name}:1", "none", 2, 40, "m")
@@ -699,6 +721,7 @@ GATEWAY_SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
     a_node_reports_log_probabilities_within_the_limits,
     a_request_fails_if_another_attempt_contradicts_what_was_told,
     a_preempted_request_goes_on_where_there_is_room,
+    a_moved_request_goes_on_after_what_was_reported_of_it,
     a_node_repeats_that_a_request_is_preempted_until_it_resumes,
     tokens_are_asked_for_only_by_a_gateway_that_streams,
     a_node_reports_new_tokens_to_those_who_asked,

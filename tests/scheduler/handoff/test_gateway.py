@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radixkv.scheduler.errors import RequestError, RoutingError
 from radixkv.scheduler.gateway.gateway import Gateway, RunAttempt
@@ -66,6 +68,41 @@ def test_a_request_that_moves_counts_the_tokens_that_its_prompt_continued() -> N
     assert (run.route.decode, run.request.sampling.num_continued) == ("d1", 5)
     assert run.request.prompt.tolist() == [1, 2, 3, 4, 5, 7, 8, 9]
     assert run.request.max_new_tokens == 3
+
+
+FATES = st.tuples(st.sampled_from(["is lost", "moves"]), st.integers(0, 6), st.integers(0, 5))
+
+
+@given(st.lists(FATES, max_size=5), st.sampled_from(["stop", "length"]))
+def test_a_request_ends_where_its_tokens_do_whatever_its_attempts_told(
+    fates: list[tuple[str, int, int]], reason: str
+) -> None:
+    """Tokens may be told before their attempt is lost, also the last one of the request."""
+    gateway, prompt, output = make("d0", "d1"), [1, 2, 3], [4, 5, 6, 7, 8, 9]
+    request = Request("a", prompt, 8, stop_token_ids=[9])
+    if reason == "length":
+        request = Request("a", prompt, len(output))
+    gateway.add_request(request, 0.0)
+    now, num_reported = 0.0, 0
+    for how, num_told, num_tokens in fates:
+        run, now = begin(gateway, now), now + 1.0
+        assert run.request.prompt.tolist() == [*prompt, *output[:num_reported]]
+        rest = output[num_reported:]
+        gateway.started(run.key)
+        gateway.progressed(run.key, rest[:num_told])
+        if how == "is lost":
+            gateway.remove_node(run.route.decode)
+            gateway.add_decode(run.route.decode, CacheSize(20, 4))
+            continue
+        gateway.set_free("d1" if run.route.decode == "d0" else "d0", 20)
+        tokens = rest[: min(num_tokens, len(rest) - 1)]
+        gateway.preempted(run.key, tokens, Hits(), 1)
+        num_reported += len(tokens)
+    run = begin(gateway, now)
+    gateway.started(run.key)
+    gateway.finished(run.key, output[num_reported:], Hits(), 0)
+    assert gateway.take_ended() == [request] and gateway.failures == {}
+    assert (request.output_tokens, request.finish_reason) == (output, reason)
 
 
 def record(token: int) -> TokenLogprob:
