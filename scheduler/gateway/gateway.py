@@ -70,7 +70,7 @@ class Gateway:
         self._requests: dict[str, Request] = {}  # by a name that is never reused
         self._names: dict[str, str] = {}  # those names, by request id
         self._routes: dict[AttemptKey, Route] = {}
-        self._avoided: dict[str, frozenset[NodeId]] = {}  # decode nodes without room, by name
+        self._avoided: dict[str, frozenset[NodeId]] = {}  # nodes without room, by name
         self._kept: dict[str, int] = {}  # output tokens in the prompts of the next attempts
         self._lost_on: dict[str, set[Route]] = {}  # pairs that lost an attempt, by name
         self._unheard: dict[NodeId, frozenset[NodeId]] = {}
@@ -375,6 +375,13 @@ class Gateway:
         self._retrier.prefill_failed(
             key, reason, is_final=is_final, is_busy=is_busy, is_lost=is_lost
         )
+
+    def unsent(self, key: AttemptKey, reason: str) -> None:
+        """Note that P takes no more messages, which does not count; the next attempt avoids it."""
+        if key in self._routes:
+            avoided = self._avoided.get(key.request_id, frozenset())
+            self._avoided[key.request_id] = avoided | {self._routes[key].prefill}
+        self._retrier.prefill_failed(key, reason, is_busy=True)
 
     def decode_failed(self, key: AttemptKey, reason: str) -> None:
         """Note that D has stopped an attempt that it had started."""

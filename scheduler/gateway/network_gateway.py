@@ -267,11 +267,10 @@ class NetworkGateway:
         """
         if isinstance(message, RunPrefill):
             self._unacked.forget(message.key)
-            reason = error or f"too many messages wait for {peer}"
-            is_final = error != ""
-            self._gateway.prefill_failed(
-                message.key, reason, is_final=is_final, is_busy=not is_final
-            )
+            if error:
+                self._gateway.prefill_failed(message.key, error, is_final=True)
+            else:
+                self._gateway.unsent(message.key, f"too many messages wait for {peer}")
             self._follow()
 
     def tick(self, now: float) -> None:

@@ -14,12 +14,14 @@ from radixkv.scheduler.handoff.gateway_messages import (
     CacheUpdate,
     Finished,
     NodeStatus,
+    Preempted,
     PrefillFailed,
     Progress,
     Role,
     RunPrefill,
     Started,
 )
+from radixkv.scheduler.handoff.messages import NodeId
 from radixkv.scheduler.request import Request
 
 SILENCE_S = 5.0
@@ -103,6 +105,29 @@ def test_a_message_that_waits_in_vain_counts_as_no_attempt() -> None:
     assert gateway.failures == {}
     gateway.unsent("p0", run(gateway, 4.0), error="it has 9 bytes, the limit is 8")
     assert gateway.failures == {"a": "it has 9 bytes, the limit is 8"}
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_an_attempt_avoids_the_prefill_node_that_takes_no_more_messages(moves: bool) -> None:
+    """Its decode node, which has the prompt as the prefill node has, is none the worse for it."""
+    gateway = make("p0", "p1", "d0", "d1")
+
+    def begin() -> tuple[NodeId, RunPrefill]:
+        gateway.tick(0.0)
+        sent = [each for each in gateway.take_actions() if isinstance(each, SendToNode)]
+        [found] = [(x.peer, x.message) for x in sent if isinstance(x.message, RunPrefill)]
+        return found
+
+    gateway.add_request(Request("a", list(range(9)), 2), 0.0)
+    peer, sent = begin()
+    if moves:
+        gateway.receive("d0", 1, Started(sent.key), 0.0)
+        gateway.receive("d0", 1, Preempted(sent.key, (4,), Hits(), 1), 0.0)
+        peer, sent = begin()
+    assert (peer, sent.decode_node) == ("p0", "d1" if moves else "d0")
+    gateway.unsent(peer, sent)
+    peer, again = begin()
+    assert (peer, again.decode_node) == ("p1", sent.decode_node)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
