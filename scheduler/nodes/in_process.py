@@ -8,7 +8,7 @@ from math import inf
 from typing import Final
 
 from ...kvcache import RequestTooLargeError
-from ..errors import ConfigError
+from ..errors import ConfigError, RequestError
 from ..gateway.gateway import Gateway, RunAttempt
 from ..gateway.remote_node import free_blocks, short_name
 from ..gateway.retries import Cancel
@@ -286,8 +286,8 @@ class Disaggregated:
                     case RunAttempt(key, request, route):
                         try:
                             self.prefill[route.prefill].begin(request, route.decode, key.attempt)
-                        except RequestTooLargeError as large:
-                            self._gateway.prefill_failed(key, str(large), is_final=True)
+                        except (RequestError, RequestTooLargeError) as error:
+                            self._gateway.prefill_failed(key, str(error), is_final=True)
                     case Cancel(key):
                         for node in self._nodes():  # an earlier node of this name may have known it
                             node.give_up(key, "cancelled")

@@ -240,6 +240,21 @@ def test_d_refuses_what_its_model_cannot_take(llama):
     }
 
 
+def test_an_open_request_fails_that_is_too_long_for_a_node_in_the_place_of_its_own(llama):
+    cluster = Cluster(llama)
+    _, short = cluster.add([PREFIX, PREFIX[:8]], 4)
+    cluster.step(1)
+    node = cluster.new_prefill()
+    node._runner._max_model_len = 43
+    cluster.p._transport.close()
+    cluster.front.replace("prefill-0", node)
+    cluster.finish()
+    assert cluster.front.failures == {
+        "0": "request '0': 40 prompt tokens and 4 new ones are more than max_model_len 43"
+    }
+    assert len(short.output_tokens) == 4
+
+
 def test_a_prompt_that_no_node_has_room_for_fails(llama):
     cluster = Cluster(llama, prefill={"num_blocks": 9})
     cluster.add([PREFIX], 4)
