@@ -24,6 +24,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, Final, NoReturn
 
@@ -324,11 +325,16 @@ class ProcessGroup:
 
     def _ask(self, kind: bytes, text: str, answer: bytes) -> list[bytes]:
         """Send a message to process 0, and return the frames of its answer."""
-        self._socket.send_multipart([kind, text.encode()])
+        self._tell_0(kind, text.encode())
         answered, *frames = self._receive_from_0(self._timeout_s)
         if answered != answer:
             self._fail(_text(frames))
         return frames
+
+    def _tell_0(self, *frames: bytes) -> None:
+        """Send a message to process 0. If there is no connection, the next wait says why."""
+        with suppress(zmq.Again):  # ZeroMQ has given the connection up, and would wait for ever
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def calls(self) -> Iterator[Call]:
         """Yield the calls of process 0 until it stops; each is reported when the next is asked for.
@@ -349,7 +355,7 @@ class ProcessGroup:
             except GroupError as error:
                 self._fail(str(error))
             yield call
-            self._socket.send_multipart([b"done", *self._receiver.acknowledge()])
+            self._tell_0(b"done", *self._receiver.acknowledge())
 
     def _receive_from_0(self, timeout_s: float | None) -> list[bytes]:
         """Return the next message that is not a heartbeat."""
@@ -390,7 +396,7 @@ class ProcessGroup:
     def _stop(self, text: str) -> None:
         """Send the last message."""
         if self.process_id:
-            self._socket.send_multipart([b"failed", text.encode()], zmq.NOBLOCK)
+            self._tell_0(b"failed", text.encode())
             return
         for process in range(1, self.num_processes):
             try:

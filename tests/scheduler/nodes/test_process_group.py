@@ -25,6 +25,8 @@ from radixkv.scheduler.nodes.channel import ChannelAddressError, Secret
 from radixkv.scheduler.nodes.channel.gate import MAX_UNPROVEN, Gate
 from radixkv.scheduler.nodes.process_group import ProcessGroup, init_processes
 
+from .channel.test_curve import greeting
+
 OPTIONS = {"block_size": "4"}
 SECRET = Secret(b"a secret that is long enough")
 LATE_S = 100.0
@@ -46,10 +48,14 @@ class Others:
 
     def _share(self, text: str) -> str:
         if jax.process_index() == 0:
-            self.address = text
-            self._bound.set()
+            self.bind(text)
         assert self._bound.wait(LATE_S)
         return self.address
+
+    def bind(self, address: str) -> None:
+        """Tell the other processes the address of process 0."""
+        self.address = address
+        self._bound.set()
 
     def start(self, process: int, does: Callable[[ProcessGroup], object], **options: Any) -> None:
         """Begin a thread; its group is closed when `does` returns."""
@@ -369,6 +375,44 @@ def test_another_secret(others, theirs):
     assert re.fullmatch(
         r"process 0 at 127.0.0.1:\d+ (has another secret, or none|is lost)", others.errors[1]
     )
+
+
+def wait_until_given_up(group: ProcessGroup) -> None:
+    """Wait until ZeroMQ has no connection to process 0, and tries to make none."""
+    assert group._monitor.poll(round(LATE_S * 1000))
+    while group._socket.poll(0, zmq.POLLOUT):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "secret"), [(b"NULL", SECRET), (b"CURVE", None)], ids=["no secret", "secret"]
+)
+@pytest.mark.parametrize(
+    ("says", "is_told"),
+    [(join, True), (lambda group: group.share([1]), True), (lambda group: None, False)],
+    ids=["join", "share", "nothing"],
+)
+def test_a_process_does_not_wait_for_a_connection_that_was_given_up(
+    others, mechanism, secret, says, is_told
+):
+    """Process 0 has no secret, or one that this one lacks, which says something only later."""
+
+    def say_later(group: ProcessGroup) -> None:
+        wait_until_given_up(group)
+        with group:
+            says(group)
+            raise GroupError("no such model")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(LATE_S)
+        others.bind(f"127.0.0.1:{server.getsockname()[1]}")
+        others.start(1, say_later, secret=secret)
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(greeting(mechanism))
+            others.end()
+    other = f"process 0 at {others.address} has another secret, or none"
+    assert others.errors == {1: other if is_told else "no such model"}
 
 
 def test_strangers_without_the_secret(others):
