@@ -124,6 +124,7 @@ class ProcessGroup:
         self._sender: CallSender | None = None
         self._receiver: CallReceiver | None = None
         self._failure: str | None = None
+        self._is_lost = False  # process 0, of which messages may be left
         self._gate: Gate | None = None
         self._context = zmq.Context()
         try:
@@ -365,17 +366,18 @@ class ProcessGroup:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_ms = None if end is None else max(0, round((end - time.monotonic()) * 1000))
-            ready = dict(poller.poll(left_ms))
+            ready = dict(poller.poll(0 if self._is_lost else left_ms))
             if self._socket in ready:  # first: what was sent before the connection ended
                 frames: list[bytes] = self._socket.recv_multipart()
                 if frames != [b"beat"]:
                     return frames
+            elif self._is_lost:
+                self._fail(f"process 0 at {self.address} is lost")
             elif self._monitor in ready:
                 event = int(recv_monitor_message(self._monitor)["event"])
                 if event & PROTOCOL_FAILURES:
                     self._fail(f"process 0 at {self.address} has another secret, or none")
-                if self._socket.poll(0) == 0:
-                    self._fail(f"process 0 at {self.address} is lost")
+                self._is_lost = True
             else:
                 self._fail(f"process 0 at {self.address} did not answer in {timeout_s:g} s")
 

@@ -377,6 +377,42 @@ def test_another_secret(others, theirs):
     )
 
 
+@pytest.mark.parametrize(
+    ("last", "message"), [([b"beat"], "process 0 at {} is lost"), ([b"stop", b"why"], "why")]
+)
+def test_a_message_that_comes_with_the_end_of_its_connection(others, monkeypatch, last, message):
+    """The connection has ended when it is looked at first, and then the message is there."""
+    is_first = threading.Event()
+
+    class Poller(zmq.Poller):
+        def poll(self, timeout: int | None = None) -> list[tuple[Any, int]]:
+            found = super().poll(timeout)
+            if is_first.is_set():
+                is_first.clear()
+                return [each for each in found if each[0].type != zmq.DEALER]
+            return found
+
+    def follow_late(group: ProcessGroup) -> None:
+        group.join(OPTIONS)
+        for socket_ in (group._socket, group._monitor):
+            assert socket_.poll(round(LATE_S * 1000))
+        is_first.set()
+        list(group.calls())
+
+    monkeypatch.setattr(zmq, "Poller", Poller)
+    monkeypatch.setattr(process_group, "_LINGER_MS", 0)  # nobody hears its last message
+    context = zmq.Context()
+    process_0 = context.socket(zmq.ROUTER)
+    others.bind(f"127.0.0.1:{process_0.bind_to_random_port('tcp://127.0.0.1')}")
+    others.start(1, follow_late)
+    name, *_ = process_0.recv_multipart()
+    process_0.send_multipart([name, b"start"])
+    process_0.send_multipart([name, *last])
+    context.destroy(linger=round(LATE_S * 1000))
+    others.end()
+    assert others.errors == {1: message.format(others.address)}
+
+
 def wait_until_given_up(group: ProcessGroup) -> None:
     """Wait until ZeroMQ has no connection to process 0, and tries to make none."""
     assert group._monitor.poll(round(LATE_S * 1000))
