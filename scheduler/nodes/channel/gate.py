@@ -287,9 +287,7 @@ class Gate:
                 self._send(end, end.unsent)
             if events & selectors.EVENT_READ:
                 self._pass_on(connection, end)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
+        except OSError:  # also of an inbox that has no room for another connection
             self._close(connection)
 
     def _pass_on(self, connection: _Connection, end: _End) -> None:
@@ -297,7 +295,10 @@ class Gate:
         limit = _CHUNK_BYTES
         if is_outside and not is_proven:
             limit = MAX_UNPROVEN_BYTES - connection.num_said
-        data = end.socket.recv(limit)
+        try:
+            data = end.socket.recv(limit)
+        except (BlockingIOError, InterruptedError):
+            return
         if data and end.other is None and data[0] == _SIGNATURE:
             self._open_inside(connection)
         if not data or end.other is None:  # limit was 0, or a peer that does not speak ZeroMQ

@@ -163,6 +163,29 @@ def test_an_unproven_connection_ends_in_time(
     say_hello(p, d)
 
 
+def test_a_connection_for_which_the_inbox_has_no_room_ends_at_once(nodes: ExitStack) -> None:
+    """What it has said is lost; the peer connects again."""
+    inbox, name = nodes.enter_context(socket.socket(socket.AF_UNIX)), f"full-{os.getpid()}"
+    inbox.bind(f"\0{name}")
+    inbox.listen(0)
+    with pytest.raises(BlockingIOError):
+        while True:
+            waiting = nodes.enter_context(socket.socket(socket.AF_UNIX))
+            waiting.setblocking(False)
+            waiting.connect(f"\0{name}")
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    nodes.enter_context(closing(Gate(listener, name, None, max_connections=1)))
+    with socket.create_connection(address, timeout=LATE_S) as refused:
+        refused.sendall(HEADER)
+        wait_until_closed([refused], 1)
+    nodes.enter_context(inbox.accept()[0])
+    with socket.create_connection(address, timeout=LATE_S) as again:
+        again.sendall(HEADER)
+        with inbox.accept()[0] as inside:
+            assert inside.recv(len(HEADER)) == HEADER
+
+
 def test_those_that_have_come_least_far_make_room(nodes: ExitStack) -> None:
     d = opened(nodes, "d")
     with ExitStack() as stack:
