@@ -21,7 +21,9 @@ from radixkv.scheduler.handoff import (
     Header,
     Hits,
     Message,
+    Order,
     Post,
+    PrefillFailed,
     PrefillSide,
     Refuse,
     Renew,
@@ -34,7 +36,7 @@ from radixkv.scheduler.handoff.gateway_messages import (
     FollowAttempt,
 )
 
-from .harness import KEY, PROMPT, D, P, Pair
+from .harness import KEY, ORDERS, PROMPT, D, P, Pair
 
 
 def with_host_copy(tokens: list[int]) -> CacheManager:
@@ -372,6 +374,22 @@ def test_p_says_that_it_has_lost_d() -> None:
             pair.p.receive(D, abort)
         [failed] = pair.actions(pair.p, "PrefillFailed")
         assert failed.is_lost and not (failed.is_busy or failed.is_final), lose
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_silence_of_d_begins_when_it_is_to_answer(order: Order) -> None:
+    """However long P has computed without a word of D: COMMIT or ASK may not have reached it."""
+    p = PrefillSide(CacheManager(8, 2), epoch=1, timing=Timing(), order=order)
+    p.begin(KEY, D, Request("r1", PROMPT, 4))
+    if order == "early":
+        p.receive(D, Grant(Header(KEY, 1, 1, 1), 0, 2))
+    p.tick(50.0)
+    p.computed(KEY, len(PROMPT))
+    p.sampled(KEY, 1, Hits())
+    for later_s, failures in ((0.99, []), (1.0, [True])):
+        p.tick(50.0 + later_s * Timing().silence_s)
+        ended = [each for each in p.take_actions() if isinstance(each, PrefillFailed)]
+        assert [each.is_lost for each in ended] == failures
 
 
 def test_p_has_not_lost_a_busy_d_nor_one_that_gives_up() -> None:
