@@ -220,7 +220,8 @@ def test_the_connection_that_is_silent_the_longest_makes_room(
     nodes: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nobody speaks or connects again unless the test says so.
-    for name in ("_HEARTBEAT_MS", "_PATIENCE_MS", "_RECONNECT_MS", "_CONNECT_MS"):
+    times = ("_HEARTBEAT_MS", "_PATIENCE_MS", "_RECONNECT_MS", "_MAX_RECONNECT_MS", "_CONNECT_MS")
+    for name in times:
         monkeypatch.setattr(zmq_channel, name, 1_000_000)
     d = opened(nodes, "d", max_peers=2)
     p, q, r = (opened(nodes, name) for name in "pqr")
@@ -229,6 +230,7 @@ def test_the_connection_that_is_silent_the_longest_makes_room(
     assert d.stats().refused == {RefusedConnection.TOO_MANY: 1}
     for each in (p, r):
         say_hello(each, d)
+    assert d.stats().refused == {RefusedConnection.TOO_MANY: 1}, "p was heard after q, and stays"
     q.disconnect("d")
     say_hello(q, d)
 
