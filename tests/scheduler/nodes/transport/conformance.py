@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
@@ -127,6 +129,20 @@ class TransportConformance:
         pair.decode.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
         (array,) = wait(pair.decode, Received).arrays
         assert np.array_equal(np.asarray(array), np.arange(24).reshape(2, 3, 4))
+
+    def test_memory_that_counts_as_free_is_free(self, pair: Pair) -> None:
+        """A sender may copy as much again as a transport that copies offers has served."""
+        memory = np.zeros(1 << 10, np.uint8)
+        start = -memory.ctypes.data % 64  # else JAX would copy it
+        offered = [jax.dlpack.from_dlpack(memory[start : start + 512])]
+        held = weakref.ref(memory)
+        pair.prefill.offer(part_id(), offered, describe(offered, num_blocks=1), ttl_s=LATE_S)
+        del offered, memory
+        wait(pair.prefill, Offered)
+        end = time.monotonic() + LATE_S
+        while pair.prefill.copies_offers and held() is not None:
+            assert time.monotonic() < end, "it is held until Withdrawn"
+            gc.collect()  # JAX may free it late
 
     @pytest.mark.parametrize(
         ("part", "reason"),
