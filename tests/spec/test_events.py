@@ -93,6 +93,33 @@ def test_names_of_removed_blocks_are_forgotten_oldest_first(most: int, knows: bo
     assert (consumer.prefix(12) is not None) == (most > 0)
 
 
+@given(
+    st.integers(0, 3),
+    st.lists(st.tuples(st.sampled_from(["GPU", "CPU"]), st.integers(0, 4)), max_size=40),
+)
+def test_only_names_of_blocks_that_no_tier_has_are_forgotten(
+    most: int, changes: list[tuple[str, int]]
+) -> None:
+    """A block of a tier is what may be the parent of the next one."""
+    consumer = Consumer(most_removed=most)
+    held: dict[str, set[int]] = {"GPU": set(), "CPU": set()}
+    removed: list[int] = []  # that no tier has, the oldest first
+    for medium, name in changes:
+        if name in held[medium]:
+            held[medium].remove(name)
+            if name not in held["GPU"] | held["CPU"]:
+                removed.append(name)
+            consumer.apply(Removed(medium, [name]))
+        else:
+            held[medium].add(name)
+            removed = [each for each in removed if each != name]
+            consumer.apply(Stored(medium, [name], None, [name], 1))
+        removed = removed[max(0, len(removed) - most) :]
+        known = {each for each in range(5) if consumer.prefix(each) is not None}
+        assert known == held["GPU"] | held["CPU"] | set(removed)
+        assert all(consumer.held.get(each, set()) == held[each] for each in held)
+
+
 @given(st.integers(0, 5), st.integers(0, 9))
 def test_numbers_of_batches(next_seq: int, seq: int) -> None:
     found: list[str] = []

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from radixkv.scheduler.cli import fuzz as fuzz_command
 from radixkv.scheduler.cli.main import main
 from radixkv.scheduler.fuzz import campaign
-from radixkv.scheduler.fuzz.campaign import CampaignConfig, run_campaign
+from radixkv.scheduler.fuzz.campaign import CampaignConfig, CampaignResult, run_campaign
 from radixkv.spec.harness.findings.trace_file import read_trace_file
 from radixkv.spec.harness.subjects import WHATS
 
@@ -74,6 +75,35 @@ def test_hypothesis(fuzz: Any) -> None:
 def test_seconds(fuzz: Any) -> None:
     outcome = fuzz("--seconds", "0.01")
     assert outcome.status == 0 and outcome.stdout.startswith("ok: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "limits"),
+    [
+        ((), (None, 10.0)),
+        (("--seconds", 0), (None, None)),  # until it is interrupted
+        (("--seconds", 0.01), (None, 0.01)),
+        (("--seconds", 3600), (None, 3600.0)),
+        (("--steps", 7), (7, None)),
+    ],
+)
+def test_the_limits_of_a_campaign(
+    fuzz: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[object, ...],
+    limits: tuple[int | None, float | None],
+) -> None:
+    given = []
+
+    def run(
+        config: CampaignConfig, *, num_steps: int | None, seconds: float | None, num_jobs: int
+    ) -> CampaignResult:
+        given.append((num_steps, seconds))
+        return CampaignResult()
+
+    monkeypatch.setattr(fuzz_command, "run_campaign", run)
+    assert fuzz(*options).status == 0
+    assert given == [limits]
 
 
 def test_jobs_do_the_same_as_one(fuzz: Any, tmp_path: Path) -> None:

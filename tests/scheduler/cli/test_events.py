@@ -7,16 +7,19 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from radixkv.kvcache import BlockRemoved, CacheManager, EventBatch
+from radixkv.scheduler.cli import nodes
 from radixkv.scheduler.events import EventPublisher, EventSubscriber
 from radixkv.scheduler.events.subscriber import Message
 from radixkv.scheduler.fuzz.kv_events import as_event
+from radixkv.scheduler.gateway.cache_index import CacheReporter
 from radixkv.spec.model.events import Consumer
 
 CHECK = [sys.executable, "-m", "radixkv.scheduler.cli.main", "events", "check"]
@@ -199,6 +202,37 @@ def test_generate_publishes_what_it_caches(
         consumer.apply(as_event(event))
     cache = json.loads(outcome.stdout)["stats"]["cache"]
     assert len(consumer.held["GPU"]) == cache["cached_blocks"] > 0
+
+
+class EngineMade(Exception):
+    """Ends a node's command where a test has what its engine is made with."""
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("publishes", [True, False])
+def test_a_node_tells_its_gateway_of_each_batch_and_publishes_it_if_asked(
+    radixkv: Any, model_dir: Path, monkeypatch: pytest.MonkeyPatch, role: str, publishes: bool
+) -> None:
+    published: list[EventBatch] = []
+    indexed: list[EventBatch] = []
+    monkeypatch.setattr(EventPublisher, "publish", lambda self, batch: published.append(batch))
+    monkeypatch.setattr(CacheReporter, "take_in", lambda self, batch: indexed.append(batch))
+    batches = [EventBatch(seq, ()) for seq in range(2)]
+
+    def make(*_: object, on_events: Callable[[EventBatch], object], **options: object) -> None:
+        for batch in batches:
+            on_events(batch)
+        raise EngineMade
+
+    for engine in ("PrefillEngine", "DecodeEngine"):
+        monkeypatch.setattr(nodes, engine, make)
+    given = ["--kv-events", ANY] if publishes else []
+    with pytest.raises(EngineMade):
+        radixkv(
+            f"{role}-node", model_dir, "--gateway", "127.0.0.1:9", "--device-blocks", 10, *given
+        )
+    assert indexed == batches
+    assert published == (batches if publishes else [])
 
 
 @pytest.mark.parametrize(

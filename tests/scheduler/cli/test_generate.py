@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import tokenizers
 
-from radixkv.scheduler import request
+from radixkv.kvcache import CacheManager
+from radixkv.scheduler import MixedScheduler, Request, request
+from radixkv.scheduler.cli import generate
+from radixkv.scheduler.cli.completions import Completions
 from radixkv.scheduler.cli.options import generate as generate_options
+from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.models import load_config, make_tiny_checkpoint
 from radixkv.scheduler.text import TextTokenizer
 
@@ -343,6 +347,71 @@ def test_texts_end_before_a_stop_string(
         for record, expected in zip(records, whole_records, strict=False):
             assert record["logprob"] == pytest.approx(expected["logprob"], abs=1e-3)
             assert len(record["top"]) == 1
+
+
+class Scripted:
+    """An engine whose outputs are given, and whose nodes are gone after a number of steps."""
+
+    def __init__(self, outputs: Sequence[Sequence[int]], num_steps: int) -> None:
+        self.scheduler = MixedScheduler(CacheManager(64, 4), token_budget=256, max_running=8)
+        self.advanced: Sequence[Request] = ()
+        self.abort = self.scheduler.abort
+        self._outputs = outputs
+        self._num_steps = num_steps
+
+    def step(self) -> list[Request]:
+        if self._num_steps == 0:
+            raise NodesMissingError("all are gone")
+        self._num_steps -= 1
+        plan = self.scheduler.schedule()
+        self.advanced = [chunk.request for chunk in plan.chunks]
+        tokens = [
+            self._outputs[int(each.request_id)][len(each.output_tokens)] for each in self.advanced
+        ]
+        return self.scheduler.update(plan, tokens)
+
+
+def test_what_has_ended_at_a_stop_string_is_written_when_nodes_fail(
+    radixkv: Any, of_texts: list[object], text_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After any number of steps, and the same as without the failure."""
+    encode = TextTokenizer(text_model_dir).encode
+    scripts = [encode(text * 24)[:24] for text in ("the ! cache ", "a prefix of values! ", "a ")]
+    num_steps = 99
+
+    def complete(
+        arguments: object, requests: Completions, sizes: object, *, group: object
+    ) -> dict[str, Any]:
+        engine = Scripted(scripts, num_steps)
+        for each in requests:
+            engine.scheduler.add(each)
+        while engine.scheduler.has_work:
+            requests.step(engine)
+        return {}
+
+    monkeypatch.setattr(generate, "complete_with_engine", complete)
+    line = [*of_texts, "--stop", "!", "--ignore-eos", "--json", "-"]
+    whole = json.loads(radixkv(*line).stdout)
+    lengths = [len(tokens) for tokens in whole["outputs"]]
+    assert 1 < lengths[0] < lengths[1] < lengths[2] == 24
+    for num_steps in sorted({0, *lengths, *(length - 1 for length in lengths)}):
+        failed = [str(place) for place, length in enumerate(lengths) if length > num_steps]
+        outcome = radixkv(*line)
+        reasons = "".join(f"radixkv: prompt {name}: all are gone\n" for name in failed)
+        if not failed:
+            assert (outcome.status, outcome.stderr) == (0, "")
+            continue
+        if len(failed) == len(lengths):
+            assert outcome == (1, "", "radixkv: all are gone\n")
+            continue
+        assert (outcome.status, outcome.stderr) == (1, f"{reasons}radixkv: all are gone\n")
+        results = json.loads(outcome.stdout)
+        assert results["failures"] == dict.fromkeys(failed, "all are gone")
+        for kind in ("outputs", "texts"):
+            expected = [
+                None if str(place) in failed else each for place, each in enumerate(whole[kind])
+            ]
+            assert results[kind] == expected
 
 
 def test_outputs_are_guided_and_printed_as_lines(radixkv: Any, of_texts: list[object]) -> None:

@@ -48,8 +48,11 @@ def test_what_the_user_has_set_wins(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # JAX makes it
 
 
-def test_the_flag_turns_every_cache_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chosen", [None, "true", "1", "false"])
+def test_the_flag_turns_every_cache_off(tmp_path: Path, chosen: str | None) -> None:
     environment = {DIRECTORY: str(tmp_path / "own")}
+    if chosen is not None:
+        environment["JAX_ENABLE_COMPILATION_CACHE"] = chosen
     set_compilation_cache(environment, enabled=False)
     assert environment["JAX_ENABLE_COMPILATION_CACHE"] == "false"
     assert list(tmp_path.iterdir()) == []

@@ -94,7 +94,13 @@ def test_cached_blocks_are_neither_computed_nor_sent_again() -> None:
     assert result.prefill.steps == 3
 
 
-def test_transfers_of_one_node_are_serialized() -> None:
+def network(block_s: float) -> CostModel:
+    """The costs with other seconds per block."""
+    gpu = dataclasses.replace(COSTS.gpu, network_bytes_per_s=256 / block_s)
+    return dataclasses.replace(COSTS, gpu=gpu)
+
+
+def test_transfers_to_one_node_are_serialized() -> None:
     trace = make_trace([0], [1])
     result = simulate_cluster(trace, COSTS, ClusterConfig(2, 1, NODE))
     # Each is computed on its own node at the same time; the second waits for D's network.
@@ -102,6 +108,14 @@ def test_transfers_of_one_node_are_serialized() -> None:
     assert latencies.end_to_end_s is not None
     assert latencies.end_to_end_s.p99 == pytest.approx(1.3 + 0.16, abs=0.01)
     assert result.simulated_s == pytest.approx(1.3 + 0.16)
+
+
+def test_transfers_from_one_node_are_serialized() -> None:
+    # P computes one after the other. The second, for another D, is sent when the first has left.
+    result = simulate_cluster(make_trace([0], [1]), network(0.25), ClusterConfig(1, 2, NODE))
+    assert result.simulated_s == pytest.approx(1.3 + 2 * 2.0)
+    assert result.latencies.ttft_s is not None
+    assert result.latencies.ttft_s.p50 == pytest.approx(1.3 + (2.0 + 4.0) / 2)
 
 
 @pytest.mark.parametrize("order", ["early", "prefill_complete"])
@@ -148,6 +162,7 @@ def test_reservations_prevent_preemption() -> None:
     st.sampled_from([0, 100, None]),
     st.sampled_from(["early", "prefill_complete"]),
     st.sampled_from([0.0, 700.0]),
+    st.sampled_from([0.01, 20.0]),
 )
 def test_any_ratio_of_nodes_answers_everything(
     num_prefill: int,
@@ -156,6 +171,7 @@ def test_any_ratio_of_nodes_answers_everything(
     reserve: int | None,
     order: Order,
     gap_ms: float,
+    block_s: float,
 ) -> None:
     # An id stands for its whole prefix.
     prefixes = [[tuple(path[: n + 1]) for n in range(len(path))] for path in paths]
@@ -165,9 +181,11 @@ def test_any_ratio_of_nodes_answers_everything(
     trace = Trace(tuple(dataclasses.replace(line, output_length=70) for line in trace.requests))
     node = dataclasses.replace(NODE, num_blocks=30, reserve_tokens=reserve)
     config = ClusterConfig(num_prefill, num_decode, node, order)
-    result = simulate_cluster(trace, COSTS, config)
+    result = simulate_cluster(trace, network(block_s), config)
     assert result.finished == len(paths)
     assert all(check.ok for check in result.checks), result.checks
+    # A block passes the links of a P and of a D, and a link has one transfer at a time.
+    assert result.simulated_s >= result.sent_blocks * block_s / min(num_prefill, num_decode)
 
 
 @pytest.mark.usefixtures("ticking_clocks")

@@ -1,14 +1,57 @@
-"""Percentiles and goodput by hand."""
+"""Percentiles and goodput by hand, and the times of requests of which they are made."""
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.kvcache.tiers.host_tier import HostConfig
+from radixkv.scheduler.replay.simulation import cluster, single_node
+from radixkv.scheduler.replay.simulation.cluster import ClusterConfig, simulate_cluster
 from radixkv.scheduler.replay.simulation.latency import (
+    Latencies,
     Percentiles,
     RequestTimes,
     summarize_latencies,
 )
+from radixkv.scheduler.replay.simulation.single_node import SimulationConfig, simulate
+from radixkv.scheduler.replay.trace import Trace
+
+from ...profiles import scaled
+from .conftest import SMALL_TRACES
+from .test_cluster import COSTS
+
+NODE = SimulationConfig(64, 70, token_budget=512)
+TIERED = dataclasses.replace(NODE, host=HostConfig(40, "back"), storage_blocks=100)
+
+
+@scaled(30)
+@given(SMALL_TRACES, st.sampled_from([NODE, TIERED, ClusterConfig(1, 2, NODE)]))
+def test_a_request_waits_from_its_timestamp_on(
+    trace: Trace, config: SimulationConfig | ClusterConfig
+) -> None:
+    """Also one that comes during a step."""
+    taken: list[RequestTimes] = []
+
+    def take(times: Sequence[RequestTimes], *more: Any) -> Latencies:
+        taken.extend(times)
+        return summarize_latencies(times, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (cluster, single_node):
+            patch.setattr(module, "summarize_latencies", take)
+        if isinstance(config, ClusterConfig):
+            simulate_cluster(trace, COSTS, config)
+        else:
+            simulate(trace, COSTS, config)
+    arrivals = sorted(each.timestamp_ms / 1e3 for each in trace.requests)
+    assert sorted(each.arrival_s for each in taken) == arrivals
+    assert all(each.arrival_s < each.first_token_s <= each.last_token_s for each in taken)
 
 
 def test_latencies_by_hand() -> None:

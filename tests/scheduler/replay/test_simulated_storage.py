@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager
 from radixkv.kvcache.errors import CountError, StorageConfigError
+from radixkv.kvcache.ids import Epoch, OpId
 from radixkv.kvcache.tiers import storage_recency as storage_uses
 from radixkv.kvcache.tiers.host_tier import HostConfig
-from radixkv.kvcache.tiers.operations import OpKind
+from radixkv.kvcache.tiers.operations import Operation, OpKind
 from radixkv.scheduler.batching.preemption import PreemptMode
 from radixkv.scheduler.mixed import MixedScheduler
 from radixkv.scheduler.replay.simulation.cost_model import (
@@ -181,6 +184,74 @@ def test_a_late_operation_fails_at_its_deadline() -> None:
     assert counts is not None
     assert (counts.used_blocks, counts.late_blocks, counts.bytes_written) == (1, 1, 2048)
     assert manager.tiers.num_open_operations == 0
+
+
+class Submitted:
+    """Tiers whose operations a test submits.
+
+    Attributes:
+        queued: what the link takes next.
+        ended: operations that have ended, and whether they have succeeded.
+    """
+
+    def __init__(self) -> None:
+        self.queued: list[Operation] = []
+        self.ended: dict[OpId, bool] = {}
+
+    def take_used(self) -> list[bytes]:
+        return []
+
+    def take_operations(self) -> list[Operation]:
+        taken, self.queued = self.queued, []
+        return taken
+
+    def complete(self, op_id: OpId, ok: list[bool]) -> None:
+        assert op_id not in self.ended and len(set(ok)) == 1
+        self.ended[op_id] = ok[0]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 5), st.sampled_from([STORE, LOAD]), st.integers(1, 4), st.integers(1, 9)
+        ),
+        max_size=12,
+    )
+)
+def test_only_what_meets_its_deadline_takes_time_of_a_link(
+    operations: list[tuple[int, OpKind, int, int]],
+) -> None:
+    """Each with the seconds before it, its blocks, and its limit; a block takes a second."""
+    tiers: Any = Submitted()
+    storage = SimulatedStorage(100, COSTS)
+    storage.write_bytes_per_s = storage.read_bytes_per_s = 1.0
+    links = TierLinks(tiers, 1.0, 1.0, storage)
+    now_s = 0
+    work_s = {STORE: 0, LOAD: 0}  # of each link, before it is idle
+    done_s = {STORE: 0, LOAD: 0}
+    expected: dict[OpId, tuple[int, bool]] = {}
+    for place, (pause_s, kind, num_blocks, limit_s) in enumerate(operations):
+        now_s += pause_s
+        work_s = {each: max(0, left_s - pause_s) for each, left_s in work_s.items()}
+        names = tuple(b"%d %d" % (place, index) for index in range(num_blocks))
+        if kind is LOAD:
+            storage.complete(STORE, names)
+        blocks = np.arange(num_blocks, dtype=np.int32)
+        op_id = OpId(place)
+        tiers.queued = [Operation(op_id, Epoch(0), kind, blocks, blocks, names, float(limit_s))]
+        links.dispatch(float(now_s))
+        in_time = work_s[kind] + num_blocks <= limit_s
+        if in_time:
+            work_s[kind] += num_blocks
+            done_s[kind] += num_blocks
+        expected[op_id] = now_s + (work_s[kind] if in_time else limit_s), in_time
+    ended: dict[OpId, tuple[float, bool]] = {}
+    while (end_s := links.next_end_s) is not None:
+        links.deliver(end_s)
+        ended |= {each: (end_s, ok) for each, ok in tiers.ended.items() if each not in ended}
+    assert ended == expected
+    for kind, seconds in done_s.items():
+        assert links.busy_s[kind] == links.num_bytes[kind] == seconds
 
 
 def add_up(result: SimulationResult) -> bool:
