@@ -195,6 +195,10 @@ KEPT: Final[dict[str, tuple[Bug, ...]]] = {
             ("            del self._begun[key]\n", "            break\n")),
         bug("requests that have ended are kept by a node", REPORTER,
             ("            self._decoding.pop(report.key, None)\n", "")),
+        bug("requests that were aborted are kept by a node", REPORTER,
+            ("        else:\n            self._decoding.pop(report.key, None)\n",
+             "        elif isinstance(report, DecodeFinished):\n"
+             "            self._decoding.pop(report.key, None)\n")),
         bug("followed attempts are kept", "scheduler.gateway.network_gateway",
             ("                del self._followed[key]\n", "                continue\n")),
         bug("peers that are gone stay connected", LOOP,

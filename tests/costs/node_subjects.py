@@ -140,6 +140,17 @@ class Deployment:
             self.turn()
         assert not self.nodes.failures
 
+    def abort_decoding(self, number: int) -> None:
+        """Abort a request that decodes, and wait until the nodes have forgotten it."""
+        request = Request(f"gone {number}", prompt_of(number), 20)
+        self.nodes.add_request(request)
+        while len(request.output_tokens) < 2:
+            self.turn()
+        assert self.nodes.abort(request.request_id)
+        del self.nodes.failures[request.request_id]  # as its client does
+        while self.nodes.has_work or any(engine.scheduler.num_open for engine in self.engines):
+            self.turn()
+
     def forget(self) -> None:
         """Let so much time pass that nothing is remembered, while all are heard."""
         for _ in range(round(2 * TIMING.remember_s / (SILENCE_S - 1))):
@@ -201,6 +212,7 @@ def node_drains() -> Iterator[object]:
     number = 0
     while True:
         deployment.serve(4, number)
+        deployment.abort_decoding(number)
         number += 4
         stranger = FramedChannel({}, f"pod-{number}", deployment._clock)
         stranger._ends.update({loop._channel.name: loop._channel for loop in deployment.loops})  # type: ignore[misc]  # both fake

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from radixkv.kvcache import CacheManager, HostConfig
 from radixkv.kvcache.storage import Kind, Status, StorageNamespace
 from radixkv.kvcache.storage.operation_table import OperationTable
 from radixkv.scheduler import MixedScheduler, Request
+from radixkv.scheduler.errors import RequestError
 from radixkv.scheduler.gateway.gateway import Gateway, RunAttempt
 from radixkv.scheduler.gateway.router import CacheSize
 from radixkv.scheduler.handoff import Hits
@@ -30,8 +34,8 @@ def prompt(number: int) -> np.ndarray:
     return np.arange(10, dtype=np.int32) + np.int32(100 * number)
 
 
-def caches() -> Iterator[object]:
-    """Tiers whose requests miss, hit, are parked and are evicted."""
+def caches(*, resets: bool = False) -> Iterator[object]:
+    """Tiers whose requests miss, hit, are parked and are evicted, with or without resets."""
     namespace = StorageNamespace("m", "w", "float32", 2, (0, 1), (0, 1))
     manager = CacheManager(12, 2, host=HostConfig(8, "through"), storage=namespace)
     tiers = manager.tiers
@@ -64,8 +68,9 @@ def caches() -> Iterator[object]:
             else:
                 tiers.unpark(parked)
             settle()
-        manager.reset()
-        settle()
+        if resets:
+            manager.reset()
+            settle()
         yield manager
 
 
@@ -139,11 +144,72 @@ def storages() -> Iterator[object]:
         yield table
 
 
+class RefusingEngine:
+    """An engine that computes a token of each request per step, and refuses some, or loses them."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, str] = {}
+        self.advanced: list[Request] = []
+        self.scheduler = SimpleNamespace(running=[])
+        self._active: dict[str, Request] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._active)
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id.startswith("refused"):
+            raise RequestError("too long")
+        self._active[request.request_id] = request
+
+    def abort(self, request_id: str) -> bool:
+        request = self._active.pop(request_id, None)
+        if request is not None:
+            request.finish_reason = "abort"
+            self.failures[request_id] = "aborted"  # as nodes do
+        return request is not None
+
+    def step(self) -> list[Request]:
+        self.advanced = [*self._active.values()]
+        for request in self.advanced:
+            if request.request_id.startswith("lost") and request.output_tokens:
+                self.abort(request.request_id)
+            else:
+                request.finish_reason = request.append(7)
+        ended = [each for each in self.advanced if each.finish_reason is not None]
+        for request in ended:
+            self._active.pop(request.request_id, None)
+        return ended
+
+
+def engine_threads() -> Iterator[object]:
+    """An engine's thread whose requests end, are refused, are lost and are aborted."""
+    engine: Any = RefusingEngine()
+    with patch.object(Thread, "start"), patch("atexit.register"):
+        thread = EngineThread(engine, failures=engine.failures)
+    number = 0
+    while True:
+        for _ in range(PER_DRAIN):
+            number += 1
+            for kinds in (("ended", "lost"), ("ended again", "refused"), ("aborted",)):
+                requests = [Request(f"{kind} {number}", prompt(number), 2) for kind in kinds]
+                consumer = thread.submit(requests)
+            thread.abort(consumer.deliveries[0])
+            asked = thread.call(lambda engine: engine.has_work)
+            thread._obey()
+            assert asked.result(timeout=0.0)
+            while engine.has_work:
+                thread._publish(engine.step())
+        yield thread
+
+
 SUBJECTS: dict[str, Callable[[], Iterator[object]]] = {
     "cache": caches,
+    "cache with resets": partial(caches, resets=True),
     "scheduler": schedulers,
     "gateway": gateways,
     "storage": storages,
+    "engine thread": engine_threads,
     **engine_subjects.DRAINS,
     **node_subjects.DRAINS,
     **transfer_subjects.DRAINS,
@@ -151,6 +217,14 @@ SUBJECTS: dict[str, Callable[[], Iterator[object]]] = {
 
 BUGS: dict[str, tuple[Bug, ...]] = {
     "cache": (
+        bug(
+            "when blocks were reported that have left the tree is kept",
+            "kvcache.tiers.storage_key_cache",
+            (
+                "        self.known.pop(node, None)\n        self.reported_at.pop(node, None)\n",
+                "        self.known.pop(node, None)\n",
+            ),
+        ),
         bug(
             "operations that have ended are kept",
             "kvcache.tiers.operations",
@@ -233,6 +307,31 @@ BUGS: dict[str, tuple[Bug, ...]] = {
             ),
         ),
     ),
+    "engine thread": (
+        bug(
+            "requests that ended with an error are kept",
+            "scheduler.serving.engine_thread",
+            ("if each.finish_reason or each.error]", "if each.finish_reason]"),
+        ),
+        bug(
+            "calls that were answered are kept",
+            "scheduler.serving.engine_thread",
+            ("            self._calls.discard(future)\n", "            pass\n"),
+        ),
+        bug(
+            "why an aborted request ended is kept",
+            "scheduler.serving.engine_thread",
+            (
+                "            self._failures.pop(request.request_id, None)\n            self._end(",
+                "            self._end(",
+            ),
+        ),
+        bug(
+            "requests that failed stay active",
+            "scheduler.serving.engine_thread",
+            ("        del self._active[delivery.request]\n", ""),
+        ),
+    ),
     **engine_bugs.KEPT,
 }
 
@@ -270,21 +369,3 @@ def test_every_bug_fits() -> None:
     for bugs in BUGS.values():
         for each in bugs:
             planted_source(each)
-
-
-def test_a_server_forgets_why_an_aborted_request_ended() -> None:
-    failures: dict[str, str] = {}
-
-    class Engine:
-        def abort(self, request_id: str) -> bool:
-            failures[request_id] = "aborted"  # as nodes do
-            return True
-
-    thread: Any = EngineThread.__new__(EngineThread)
-    thread._engine, thread._failures, thread._active = Engine(), failures, {}
-    thread._end = thread._post = lambda *_: None
-    for number in range(3):
-        delivery: Any = SimpleNamespace(request=Request(str(number), [1], 1))
-        thread._active[str(number)] = delivery
-        thread._abort(delivery)
-    assert failures == {}
