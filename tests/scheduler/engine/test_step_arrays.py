@@ -270,6 +270,7 @@ class DeviceWorld:
         self.shape = Shape(True, num_slots, num_slots)
         self.requests: list[Request] = []
         self.num_made = 0
+        self.last: dict[Request, list[int]] = {}  # tables of the requests of the last step
 
     def admit(self, prompt: list[int]) -> None:
         self.num_made += 1
@@ -283,8 +284,17 @@ class DeviceWorld:
         """Compute the last token of some requests: the device must know all of each."""
         chunks = [Chunk(request, request.num_tokens - 1, 1) for request in chosen]
         plan, tables = plan_of(chunks, len(chunks)), self.manager.tables
+        known, self.last = self.last, {each: lease_of(each).block_table.tolist() for each in chosen}
+        before = self.device.state
         slots = self.device.send(plan, tables)
         assert len(set(slots.tolist())) == len(slots)
+        sent = self.device.state
+        if all(
+            each in known and self.last[each][: len(known[each])] == known[each] for each in chosen
+        ):
+            assert sent is before, "requests that have only grown are sent"
+        assert self.device.send(plan, tables).tolist() == slots.tolist()
+        assert self.device.state is sent, "a request is sent twice"
         packed = pack(plan, slots, self.shape, tables, BLOCK_SIZE)
         state = self.device.state
         batch, sampling, state, rows = step_of(jnp.asarray(packed), state, self.shape)
