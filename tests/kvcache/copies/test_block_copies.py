@@ -80,6 +80,41 @@ def test_nothing_is_compiled_after_warm_up(is_pinned):
     assert driver.stats().operations == {(kind, Outcome.DONE): 5 for kind in (DOWN, UP, ACROSS)}
 
 
+class Compiled(jax.stages.Compiled):
+    """A program that moves nothing."""
+
+    def __init__(self) -> None: ...
+
+    def __call__(self, pools: Any, *given: Any) -> Any:
+        return pools
+
+
+def test_a_program_is_compiled_once_however_many_there_are(monkeypatch):
+    """Engines of one process, each with many, do not make each other compile again."""
+    num_compiled = 0
+
+    class Jitted:
+        def lower(self, *given: Any) -> Any:
+            return self
+
+        def compile(self, options: Any) -> Compiled:
+            nonlocal num_compiled
+            num_compiled += 1
+            return Compiled()
+
+    monkeypatch.setattr(jax, "jit", lambda *given, **options: Jitted())
+    shape: dict[str, Any] = {"num_layers": 1, "num_blocks": 1, "kv_heads": 1, "head_dim": 1}
+    arrays = BlockArrays.zeros(**shape, block_size=1, dtype=jnp.dtype(jnp.float32))
+    names = "_gather", "_scatter", "_copy"
+    engines = [{name: lambda *given: given for name in names} for _ in range(8)]
+    for _ in range(2):
+        for functions in engines:  # which are keys of the cache, as other shapes would be
+            for name, function in functions.items():
+                monkeypatch.setattr(pinning, name, function)
+            BlockCopies(arrays, 32)
+        assert num_compiled == len(engines) * 6 * 3  # more than caches keep by default: 128
+
+
 def test_pieces_cover_all_blocks_once_and_in_order():
     bench = Bench()
     copies = BlockCopies(bench.arrays, 8)
