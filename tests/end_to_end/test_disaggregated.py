@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from itertools import count, product
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from radixkv.kvcache import HostConfig, TierStats
 from radixkv.kvcache.copies.block_copies import exact_pieces
 from radixkv.kvcache.storage import StorageWorkers
 from radixkv.scheduler.engine import Engine, make_storage_namespace
-from radixkv.scheduler.nodes import DecodeEngine, Disaggregated, PrefillEngine
+from radixkv.scheduler.nodes import DecodeEngine, Disaggregated, PrefillEngine, in_process
 from radixkv.scheduler.nodes.transport import InProcessExchange, InProcessTransport
 from radixkv.scheduler.request import GREEDY, Request, SamplingParams
 
@@ -48,6 +49,36 @@ def test_tokens_are_those_of_one_engine(llama, samplings, order):
     cluster = Cluster(llama, prefill={"order": order, "token_budget": 16})  # chunks of 16
     assert cluster.complete(PROMPTS, 24, samplings) == expected
     assert cluster.complete(PROMPTS, 24, samplings) == expected  # all in the caches
+
+
+def test_it_pauses_only_when_no_node_has_done_anything(llama, monkeypatch):
+    cluster = Cluster(llama, num_prefill=2, num_decode=2)
+    front, pauses = cluster.front, list[float]()
+    monkeypatch.setattr(in_process, "time", SimpleNamespace(sleep=pauses.append))
+    answers: list[bool] = []  # of the nodes that have yet to be polled in this step
+    nodes: list[Any] = [*front.prefill.values(), *front.decode.values()]
+    for node in nodes:
+
+        def poll(now: float, poll: Any = node.poll) -> bool:
+            poll(now)
+            return answers.pop(0)
+
+        monkeypatch.setattr(node, "poll", poll)
+    front.add_request(Request("a", PREFIX, 24))
+    for were_busy in product((False, True), repeat=4):
+        answers += were_busy
+        front.step()
+        assert not answers and front.has_work
+        assert len(pauses) == (not any(were_busy)), were_busy
+        pauses.clear()
+    front.abort("a")
+    while front.has_work:
+        answers += [False] * 4
+        front.step()
+    pauses.clear()
+    answers += [False] * 4
+    front.step()
+    assert pauses == []  # its caller waits for work
 
 
 def test_several_nodes_of_each_role(llama, expected):
