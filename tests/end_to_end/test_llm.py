@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import re
 from dataclasses import replace
@@ -20,8 +21,9 @@ from radixkv.scheduler import (
     RequestError,
     SamplingParams,
 )
-from radixkv.scheduler.engine import programs
+from radixkv.scheduler.engine import Engine, programs
 from radixkv.scheduler.models import CheckpointFileError, make_tiny_checkpoint
+from radixkv.scheduler.serving.outputs import Completion
 from radixkv.scheduler.text import ChatTemplateError, ModelNotFoundError
 
 from ..tokenizers import add_tokenizer, byte_level
@@ -152,20 +154,26 @@ def test_a_bad_prompt_is_refused_with_all_of_its_call(llm, bad, error, text):
     assert len(llm.generate(PROMPTS, PARAMS)) == 3
 
 
-def test_an_interruption_ends_the_requests(llm, monkeypatch):
-    step, steps = llm.engine.step, []
+@pytest.mark.parametrize(
+    ("owner", "name", "number"),
+    [(Engine, "add_request", 2), (Engine, "step", 1), (Engine, "step", 6), (Completion, "take", 2)],
+)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interruption_ends_the_requests(llm, monkeypatch, owner, name, number, error):
+    method, calls = getattr(owner, name), itertools.count(1)
 
-    def interrupted() -> Any:
-        steps.append(0)
-        if len(steps) == 6:
-            raise KeyboardInterrupt
-        return step()
+    def interrupted(*given: Any) -> Any:
+        if next(calls) == number:
+            raise error
+        return method(*given)
 
-    monkeypatch.setattr(llm.engine, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(owner, name, interrupted)
         llm.generate(PROMPTS, PARAMS)
+    scheduler = llm.engine.scheduler
+    assert not (scheduler.waiting or scheduler.running)
     outputs = llm.generate(PROMPTS, PARAMS)
-    assert [output.finish_reason for output in outputs] != ["abort"] * 3
+    assert "abort" not in [output.finish_reason for output in outputs]
     assert_nothing_leaked(llm.engine)
 
 
