@@ -125,11 +125,17 @@ def test_an_attempt_is_begun_once_and_a_newer_one_ends_it() -> None:
 def test_a_prompt_larger_than_the_pool_is_refused_and_changes_nothing() -> None:
     p = scheduler()
     p.begin(request(), "d0")
-    with pytest.raises(RequestTooLargeError, match="17 tokens need 9 blocks"):
-        p.begin(request("b", [1] * 17), "d0")
+    for name, attempt in (("b", 1), ("b", 1), ("a", 2), ("a", 2)):  # the last is a newer attempt
+        with pytest.raises(RequestTooLargeError, match="17 tokens need 9 blocks"):
+            p.begin(request(name, [1] * 17), "d0", attempt)
     assert [each.request_id for each in p.waiting] == ["a"]
+    assert actions(p) == []
+    assert not p.abort("b")
+    p.begin(request("b"), "d0")  # the same attempt, as it never began
     # Its output is not P's to hold.
     p.begin(request("c", [1] * 16, max_new_tokens=100), "d0")
+    assert p.abort("a")
+    assert [each.key for each in actions(p)] == [("a", 1)]
 
 
 def test_an_order_that_is_none() -> None:
