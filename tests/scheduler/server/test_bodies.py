@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from radixkv.scheduler.server.errors import ApiError
 from radixkv.scheduler.server.limits import BodyReader, ServerLimits
@@ -42,6 +42,21 @@ def test_a_body_may_have_as_many_bytes_as_the_limit(more: int, announces: bool) 
         assert refused.value.status == 413
     else:
         assert asyncio.run(reading) == b"".join(chunks)
+    assert not (reader._num_bytes or reader._bodies or reader._refused)
+
+
+def test_what_came_of_a_client_that_goes_away_is_forgotten() -> None:
+    reader = BodyReader(ServerLimits(max_body_bytes=LIMIT))
+    messages = [
+        {"type": "http.request", "body": b"x" * 60, "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(reader.read(Request({"type": "http", "headers": []}, receive)))
     assert not (reader._num_bytes or reader._bodies or reader._refused)
 
 
