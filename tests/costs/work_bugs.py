@@ -162,7 +162,7 @@ WALKS: Final[dict[str, tuple[Bug, ...]]] = {
         then(
             "a new request is sorted with all others",
             QUEUES,
-            "        insort(self.waiting, request, key=self.policy.order)",
+            "        insort(self.waiting, request, key=self.policy.order)  # the policy may raise",
             "self.waiting.sort(key=self.policy.order)",
         ),
         then(
