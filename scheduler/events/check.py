@@ -142,7 +142,7 @@ def _stored(event: Stored, medium: str) -> Iterator[SpecStored]:
     hashes, tokens, size = event.block_hashes, event.token_ids, event.block_size
     whole: Any = (event.lora_name, event.cache_salt)
     keys = event.extra_keys
-    if keys is None or len(keys) != len(hashes) or len(tokens) != size * len(hashes):
+    if not keys or len(keys) != len(hashes) or len(tokens) != size * len(hashes):
         namespace = b"" if whole == (None, None) else repr(whole).encode()
         yield SpecStored(medium, hashes, event.parent_block_hash, tokens, size, namespace)
         return

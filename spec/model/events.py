@@ -129,7 +129,7 @@ class Consumer:
 
     def _store(self, event: Stored) -> None:
         medium, size = event.medium, event.block_size
-        if size < 1 or len(event.tokens) != size * len(event.hashes):
+        if size < 1 or not event.hashes or len(event.tokens) != size * len(event.hashes):
             numbers = f"{len(event.tokens)} tokens in {len(event.hashes)} blocks of {size}"
             self.found(K6, f"{medium} stores {numbers}")
             return

@@ -34,7 +34,7 @@ K4: Final = rule(
 K5: Final = rule("K5 remove-what-is-there", "A block is removed only from a tier that has it.")
 K6: Final = rule(
     "K6 stored-blocks-are-whole",
-    "A stored event has the tokens of whole blocks, all of one size.",
+    "A stored event has one or more blocks, and the tokens of whole blocks, all of one size.",
 )
 
 # Batches that were missed

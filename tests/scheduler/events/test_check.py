@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ from radixkv.kvcache import (
 )
 from radixkv.scheduler.events.check import MALFORMED, NUM_EXAMPLES, StreamChecker
 from radixkv.scheduler.events.subscriber import Message
-from radixkv.scheduler.events.wire import Stored, WireBatch, encode_batch
+from radixkv.scheduler.events.wire import Cleared, Removed, Stored, WireBatch, encode_batch
 
 
 def stored(*hashes: int, medium: str = "GPU", parent: int | None = None, size: int = 2) -> KVEvent:
@@ -58,6 +59,7 @@ ONE, TWO = stored(1, 2), BlockRemoved("GPU", (2,))
         ([ONE, stored(3, parent=1), stored(3, parent=2, medium="CPU")], {"K2": 1}),
         ([ONE, stored(3, size=3)], {"K6": 1}),
         ([ONE, AllBlocksCleared(), TWO], {"K5": 1}),
+        ([stored(parent=77)], {"K6": 1}),
     ],
 )
 def test_what_it_finds_in_events(events: list[KVEvent], found: dict[str, int]) -> None:
@@ -113,6 +115,34 @@ def test_messages_of_anything_are_counted_and_the_first_are_shown() -> None:
     assert checker.findings == {MALFORMED: number}
     assert len(checker.examples[MALFORMED]) == NUM_EXAMPLES
     assert checker.examples[MALFORMED][0].startswith("batch 0: 1 bytes are no batch of KV events:")
+
+
+NAMES: st.SearchStrategy[int | bytes] = st.sampled_from([0, 1, b""])
+EXTRA_KEYS: list[list[list[Any] | None] | None] = [None, [], [["salt"]], [["salt"], None]]
+MEDIA = st.sampled_from([None, "CPU"])
+
+
+@st.composite
+def any_stored(draw: st.DrawFn) -> Stored:
+    """What any server may send as an event of stored blocks: often right, and often not."""
+    hashes, size = draw(st.lists(NAMES, max_size=2)), draw(st.sampled_from([1, 2, 0, -1]))
+    num_tokens = draw(st.sampled_from([max(size * len(hashes), 0), 1]))
+    keys = draw(st.sampled_from(EXTRA_KEYS))
+    parent, name = draw(st.none() | NAMES), draw(st.sampled_from([None, "name"]))
+    tokens, group = [7] * num_tokens, draw(st.sampled_from([None, 1]))
+    return Stored(hashes, parent, tokens, size, None, draw(MEDIA), name, keys, name, group)
+
+
+EVENTS = any_stored() | st.builds(Removed, st.lists(NAMES, max_size=2), MEDIA) | st.builds(Cleared)
+BATCHES = st.builds(WireBatch, st.floats(0.0), st.lists(EVENTS, max_size=4))
+PAYLOADS = BATCHES.map(msgspec.msgpack.encode) | st.just(b"\xc1")
+
+
+@given(st.lists(st.builds(Message, st.integers(0, 2), PAYLOADS), max_size=6), st.integers(0, 3))
+def test_whatever_a_server_sends_is_checked_to_the_end(
+    messages: list[Message], num_kept: int
+) -> None:
+    check(messages, kept=messages[:num_kept])
 
 
 def test_blocks_of_other_salts_adapters_and_groups_are_others() -> None:
