@@ -107,8 +107,9 @@ class StreamChecker:
         if receiver.next_seq is None:
             consumer.joined_late = message.seq > 0
         elif missing := receiver.missing_before(message.seq):
-            last = f"{missing.start}" if len(missing) == 1 else f"{missing.start} to {missing[-1]}"
-            self._found(K7, f"batch {last} did not come before {message.seq}, nor by a replay")
+            first, last = missing[0], missing[-1]  # there may be too many for `len`
+            which = f"{first}" if first == last else f"{first} to {last}"
+            self._found(K7, f"batch {which} did not come before {message.seq}, nor by a replay")
             consumer.clear()  # what the missed ones removed cannot be told from the rest
             consumer.joined_late = True
             receiver.next_seq = message.seq

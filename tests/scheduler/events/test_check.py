@@ -136,9 +136,10 @@ def any_stored(draw: st.DrawFn) -> Stored:
 EVENTS = any_stored() | st.builds(Removed, st.lists(NAMES, max_size=2), MEDIA) | st.builds(Cleared)
 BATCHES = st.builds(WireBatch, st.floats(0.0), st.lists(EVENTS, max_size=4))
 PAYLOADS = BATCHES.map(msgspec.msgpack.encode) | st.just(b"\xc1")
+NUMBERS = st.integers(0, 2) | st.sampled_from([2**63, 2**64 - 1])
 
 
-@given(st.lists(st.builds(Message, st.integers(0, 2), PAYLOADS), max_size=6), st.integers(0, 3))
+@given(st.lists(st.builds(Message, NUMBERS, PAYLOADS), max_size=6), st.integers(0, 3))
 def test_whatever_a_server_sends_is_checked_to_the_end(
     messages: list[Message], num_kept: int
 ) -> None:
