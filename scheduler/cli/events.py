@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not checker.findings:
         lines += ["", "No finding."]
     if checker.joined_late:
-        lines += ["", "The first batches did not come: unknown blocks are not reported."]
+        lines += ["", "Not every batch is known: unknown blocks are not reported."]
     emit(arguments.json, document, *lines)
     return int(bool(checker.findings))
 

@@ -14,10 +14,12 @@ from ...spec.rules.events import K7
 from ...spec.rules.rule import Rule
 from .errors import EventFormatError
 from .subscriber import Message
-from .wire import Cleared, Removed, Stored, WireEvent, decode_batch
+from .wire import Cleared, Removed, Stored, WireBatch, WireEvent, decode_batch
 
 MOST_REMOVED: Final = 1_000_000
 """Removed blocks whose names are remembered, because a later block may name them as its parent."""
+MOST_MALFORMED: Final = 100_000
+"""Malformed messages that are remembered, because each of them may come again by a replay."""
 NUM_EXAMPLES: Final = 3
 """Examples of each finding that are kept."""
 MALFORMED: Final = "malformed message"
@@ -47,6 +49,7 @@ class StreamChecker:
         self._replay = replay
         self._receiver = self._new_receiver()
         self._last_ts = 0.0
+        self._malformed: set[int] = set()  # hashes of the messages
 
     def _new_receiver(self) -> Receiver:
         return Receiver(Consumer(self._found, MOST_REMOVED), None)
@@ -67,7 +70,7 @@ class StreamChecker:
 
     @property
     def joined_late(self) -> bool:
-        """Whether the first batches did not come, so that not everything can be checked."""
+        """Whether earlier batches are not known, so that not everything can be checked."""
         return self._receiver.consumer.joined_late
 
     def num_blocks(self) -> dict[str, int]:
@@ -91,15 +94,23 @@ class StreamChecker:
                     self._receive(missed)
         self._receive(message)
 
-    def _receive(self, message: Message) -> None:
+    def _decode(self, message: Message) -> WireBatch | None:
         try:
-            batch = decode_batch(message.payload)
+            return decode_batch(message.payload)
         except EventFormatError as error:
-            self._add(MALFORMED, f"batch {message.seq}: {error}")
-            return
+            name = hash(message)
+            if name not in self._malformed:  # as it is if it comes by a replay, too
+                if len(self._malformed) == MOST_MALFORMED:
+                    self._malformed.clear()
+                self._malformed.add(name)
+                self._add(MALFORMED, f"batch {message.seq}: {error}")
+            return None
+
+    def _receive(self, message: Message) -> None:
+        batch = self._decode(message)
         receiver = self._receiver
         if receiver.next_seq is not None and message.seq < receiver.next_seq:
-            if batch.ts <= self._last_ts:
+            if batch is None or batch.ts <= self._last_ts:
                 return  # it came by a replay before
             self.num_restarts += 1
             receiver = self._receiver = self._new_receiver()
@@ -110,11 +121,19 @@ class StreamChecker:
             first, last = missing[0], missing[-1]  # there may be too many for `len`
             which = f"{first}" if first == last else f"{first} to {last}"
             self._found(K7, f"batch {which} did not come before {message.seq}, nor by a replay")
-            consumer.clear()  # what the missed ones removed cannot be told from the rest
-            consumer.joined_late = True
+            self._forget()
             receiver.next_seq = message.seq
+        if batch is None:
+            self._forget()
+            batch = WireBatch(self._last_ts, [])
         self._last_ts = batch.ts
         receiver.receive(Batch(message.seq, [*self._events(batch.events)]))
+
+    def _forget(self) -> None:
+        """Forget every block: what unknown batches removed cannot be told from the rest."""
+        consumer = self._receiver.consumer
+        consumer.clear()
+        consumer.joined_late = True
 
     def _events(self, events: Iterable[WireEvent]) -> Iterator[Event]:
         for event in events:

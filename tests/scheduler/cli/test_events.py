@@ -150,7 +150,7 @@ def test_a_late_start_is_told(radixkv: Any, publisher: EventPublisher) -> None:
         *("--batches", 1),
     )
     assert outcome.status == 0
-    assert "The first batches did not come: unknown blocks are not reported." in outcome.stdout
+    assert "Not every batch is known: unknown blocks are not reported." in outcome.stdout
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,20 @@ def test_messages_of_anything_are_counted_and_the_first_are_shown() -> None:
     assert checker.examples[MALFORMED][0].startswith("batch 0: 1 bytes are no batch of KV events:")
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_malformed_batch_came_and_ends_what_was_known(is_kept: bool) -> None:
+    again = message(2, stored(2, parent=1), BlockRemoved("GPU", (9,)))  # it may have removed 2
+    messages = [message(0, ONE), Message(1, b"\xc1"), again]
+    checker = StreamChecker(lambda seq: messages[seq:] if is_kept else ())
+    checker.receive(messages[0])
+    checker.begin()
+    for each in messages:
+        checker.receive(each)
+    assert checker.findings == {MALFORMED: 1}
+    assert checker.joined_late and checker.num_batches == 3
+    assert checker.num_blocks() == {"GPU": 1}
+
+
 NAMES: st.SearchStrategy[int | bytes] = st.sampled_from([0, 1, b""])
 EXTRA_KEYS: list[list[list[Any] | None] | None] = [None, [], [["salt"]], [["salt"], None]]
 MEDIA = st.sampled_from([None, "CPU"])
