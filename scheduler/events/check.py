@@ -81,18 +81,25 @@ class StreamChecker:
         """Ask for what was published before."""
         for message in self._replay(0):
             self.num_replayed += 1
-            self._receive(message)
+            self._apply(message, self._decode(message))
 
     def receive(self, message: Message) -> None:
         """Apply a message that was published, after those before it that did not come."""
-        expected = self._receiver.next_seq
-        first = 0 if expected is None else expected
+        batch = self._decode(message)
+        if self._came(message) and batch is not None and batch.ts > self._last_ts:
+            self.num_restarts += 1
+            self._receiver = self._new_receiver()
+        first = self._receiver.next_seq or 0
         if message.seq > first:
             for missed in self._replay(first):
                 if first <= missed.seq < message.seq:
                     self.num_replayed += 1
-                    self._receive(missed)
-        self._receive(message)
+                    self._apply(missed, self._decode(missed))
+        self._apply(message, batch)
+
+    def _came(self, message: Message) -> bool:
+        """Whether the number of a message came already."""
+        return message.seq < (self._receiver.next_seq or 0)
 
     def _decode(self, message: Message) -> WireBatch | None:
         try:
@@ -106,17 +113,12 @@ class StreamChecker:
                 self._add(MALFORMED, f"batch {message.seq}: {error}")
             return None
 
-    def _receive(self, message: Message) -> None:
-        batch = self._decode(message)
+    def _apply(self, message: Message, batch: WireBatch | None) -> None:
+        if self._came(message):
+            return
         receiver = self._receiver
-        if receiver.next_seq is not None and message.seq < receiver.next_seq:
-            if batch is None or batch.ts <= self._last_ts:
-                return  # it came by a replay before
-            self.num_restarts += 1
-            receiver = self._receiver = self._new_receiver()
-        consumer = receiver.consumer
         if receiver.next_seq is None:
-            consumer.joined_late = message.seq > 0
+            receiver.consumer.joined_late = message.seq > 0
         elif missing := receiver.missing_before(message.seq):
             first, last = missing[0], missing[-1]  # there may be too many for `len`
             which = f"{first}" if first == last else f"{first} to {last}"

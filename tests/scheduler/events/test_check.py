@@ -117,6 +117,30 @@ def test_messages_of_anything_are_counted_and_the_first_are_shown() -> None:
     assert checker.examples[MALFORMED][0].startswith("batch 0: 1 bytes are no batch of KV events:")
 
 
+def begun_anew(num_old: int, *missed: int) -> StreamChecker:
+    """Check two runs of five batches; the first num_old batches come, and of the new run the rest.
+
+    Both store the same blocks, one in each batch.
+    """
+    old, new = ([message(seq, stored(10 * seq), ts=ts) for seq in range(5)] for ts in (1.0, 1000.0))
+    kept = old
+    checker = StreamChecker(lambda seq: [each for each in kept if each.seq >= seq])
+    for each in old[:num_old]:
+        checker.receive(each)
+    kept = new
+    for each in new:
+        if each.seq not in missed:
+            checker.receive(each)
+    return checker
+
+
+def test_what_was_missed_of_a_publisher_that_begins_anew_is_asked_for() -> None:
+    checker = begun_anew(5, 0, 1, 2)
+    assert not checker.findings and not checker.joined_late
+    assert checker.num_blocks() == {"GPU": 5}
+    assert (checker.num_restarts, checker.num_replayed) == (1, 3)
+
+
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_malformed_batch_came_and_ends_what_was_known(is_kept: bool) -> None:
     again = message(2, stored(2, parent=1), BlockRemoved("GPU", (9,)))  # it may have removed 2
