@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_libraries("events")
     check_destination(arguments.json)
     from ..events import EventSubscriber  # here, because it needs the extra
-    from ..events.check import StreamChecker
+    from ..events.check import OF_RESTARTS, StreamChecker
 
     with (
         EventSubscriber(arguments.endpoint, arguments.replay, arguments.topic) as subscriber,
@@ -45,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     lines: list[Any] = [table((), rows)]
     for name, finding in document["findings"].items():
         lines += ["", f"{name}: {finding['number']:,}", *(f"  {why}" for why in finding["first"])]
+    if not OF_RESTARTS.isdisjoint(checker.findings):
+        lines += ["", "A restart of the publisher that cannot be seen breaks K3, K4 and K5, too."]
     if not checker.findings:
         lines += ["", "No finding."]
     if checker.joined_late:

@@ -10,7 +10,7 @@ from ...spec.model.events import Batch, Consumer, Event, Receiver
 from ...spec.model.events import Cleared as SpecCleared
 from ...spec.model.events import Removed as SpecRemoved
 from ...spec.model.events import Stored as SpecStored
-from ...spec.rules.events import K7
+from ...spec.rules.events import K3, K4, K5, K7
 from ...spec.rules.rule import Rule
 from .errors import EventFormatError
 from .subscriber import Message
@@ -23,6 +23,8 @@ MOST_MALFORMED: Final = 100_000
 NUM_EXAMPLES: Final = 3
 """Examples of each finding that are kept."""
 MALFORMED: Final = "malformed message"
+OF_RESTARTS: Final = frozenset(rule.name for rule in (K3, K4, K5))
+"""Findings that a restart causes, too, if the new run goes on at the number that was expected."""
 
 
 class StreamChecker:
@@ -48,6 +50,7 @@ class StreamChecker:
         self.num_restarts = self.num_replayed = 0
         self._replay = replay
         self._receiver = self._new_receiver()
+        self._last: Message | None = None  # of the run
         self._last_ts = 0.0
         self._malformed: set[int] = set()  # hashes of the messages
 
@@ -87,15 +90,30 @@ class StreamChecker:
         """Apply a message that was published, after those before it that did not come."""
         batch = self._decode(message)
         if self._came(message) and batch is not None and batch.ts > self._last_ts:
-            self.num_restarts += 1
-            self._receiver = self._new_receiver()
-        first = self._receiver.next_seq or 0
-        if message.seq > first:
-            for missed in self._replay(first):
-                if first <= missed.seq < message.seq:
-                    self.num_replayed += 1
-                    self._apply(missed, self._decode(missed))
+            self._begin_anew()
+        if message.seq > (self._receiver.next_seq or 0):
+            self._ask_before(message.seq)
         self._apply(message, batch)
+
+    def _begin_anew(self) -> None:
+        self.num_restarts += 1
+        self._receiver, self._last = self._new_receiver(), None
+
+    def _ask_before(self, seq: int) -> None:
+        """Apply the batches before one that did not come.
+
+        The last one that came is asked for again: if the publisher has sent another one with its
+        number, it has begun anew, and come further than before.
+        """
+        last = self._last
+        for missed in self._replay(0 if last is None else last.seq):
+            if last is not None and missed.seq == last.seq and missed.payload != last.payload:
+                self._begin_anew()
+                self._ask_before(seq)
+                return
+            if missed.seq < seq and not self._came(missed):
+                self.num_replayed += 1
+                self._apply(missed, self._decode(missed))
 
     def _came(self, message: Message) -> bool:
         """Whether the number of a message came already."""
@@ -128,7 +146,7 @@ class StreamChecker:
         if batch is None:
             self._forget()
             batch = WireBatch(self._last_ts, [])
-        self._last_ts = batch.ts
+        self._last, self._last_ts = message, batch.ts
         receiver.receive(Batch(message.seq, [*self._events(batch.events)]))
 
     def _forget(self) -> None:

@@ -90,6 +90,7 @@ def test_a_false_stream_ends_with_status_1(publisher: EventPublisher) -> None:
         out, _ = process.communicate()
     assert process.returncode == 1
     assert "K5 remove-what-is-there: 1\n  CPU removes 7, which it does not have\n" in out
+    assert "A restart of the publisher that cannot be seen breaks K3, K4 and K5, too.\n" in out
 
 
 def test_an_interrupt_is_the_usual_end(publisher: EventPublisher) -> None:

@@ -19,7 +19,7 @@ from radixkv.kvcache import (
     HostConfig,
     KVEvent,
 )
-from radixkv.scheduler.events.check import MALFORMED, NUM_EXAMPLES, StreamChecker
+from radixkv.scheduler.events.check import MALFORMED, NUM_EXAMPLES, OF_RESTARTS, StreamChecker
 from radixkv.scheduler.events.subscriber import Message
 from radixkv.scheduler.events.wire import Cleared, Removed, Stored, WireBatch, encode_batch
 
@@ -139,6 +139,41 @@ def test_what_was_missed_of_a_publisher_that_begins_anew_is_asked_for() -> None:
     assert not checker.findings and not checker.joined_late
     assert checker.num_blocks() == {"GPU": 5}
     assert (checker.num_restarts, checker.num_replayed) == (1, 3)
+
+
+def test_a_new_run_that_has_overtaken_the_old_one_is_told_by_a_replay() -> None:
+    checker = begun_anew(2, 0, 1, 2)
+    assert not checker.findings and not checker.joined_late
+    assert checker.num_blocks() == {"GPU": 5}
+    assert (checker.num_restarts, checker.num_replayed) == (1, 3)
+
+
+def test_a_new_run_that_goes_on_at_the_expected_number_cannot_be_told() -> None:
+    old, new = message(0, ONE), message(1, ONE, ts=1000.0)
+    checker = check([old, new], kept=[message(0, TWO, ts=1000.0), new])
+    assert checker.num_restarts == 0 and checker.findings.keys() <= OF_RESTARTS
+    assert codes(checker) == {"K4": 2}
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=8), max_size=4))
+def test_with_a_replay_what_is_missed_changes_nothing(runs: list[list[tuple[int, bool]]]) -> None:
+    kept: list[Message] = []
+    checker = StreamChecker(lambda seq: [each for each in kept if each.seq >= seq])
+    next_seq = num_restarts = 0
+    for number, run in enumerate(runs):
+        kept, held, is_seen = [], set[int](), next_seq == 0
+        for seq, (name, is_missed) in enumerate(run):
+            event = BlockRemoved("GPU", (name,)) if name in held else stored(name)
+            held ^= {name}
+            kept.append(message(seq, event, ts=1000.0 * number))
+            if is_missed or (not is_seen and seq == next_seq):  # which cannot be told
+                continue
+            checker.receive(kept[-1])
+            assert not checker.findings and not checker.joined_late
+            assert checker.num_blocks().get("GPU", 0) == len(held)
+            num_restarts += not is_seen
+            next_seq, is_seen = seq + 1, True
+    assert checker.num_restarts == num_restarts
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
