@@ -61,13 +61,19 @@ def _check(
     checker: StreamChecker,
     is_interrupted: Callable[[], bool],
 ) -> None:
+    from ..events import EventFormatError
+
     end = None if arguments.seconds is None else time.monotonic() + arguments.seconds
     checker.begin()
     while arguments.batches is None or checker.num_batches < arguments.batches:
         wait_s = _POLL_S if end is None else min(_POLL_S, end - time.monotonic())
         if wait_s < 0 or is_interrupted():
             return
-        message = subscriber.receive(wait_s)
+        try:
+            message = subscriber.receive(wait_s)
+        except EventFormatError as error:
+            checker.add_malformed(error)
+            continue
         if message is not None:
             checker.receive(message)
 

@@ -80,9 +80,13 @@ class StreamChecker:
         """Return the number of blocks in each tier."""
         return {medium: len(held) for medium, held in sorted(self._receiver.consumer.held.items())}
 
+    def add_malformed(self, error: EventFormatError) -> None:
+        """Count a message that has not even the number of a batch."""
+        self._add(MALFORMED, str(error))
+
     def begin(self) -> None:
         """Ask for what was published before."""
-        for message in self._replay(0):
+        for message in self._again(0):
             self.num_replayed += 1
             self._apply(message, self._decode(message))
 
@@ -106,7 +110,7 @@ class StreamChecker:
         number, it has begun anew, and come further than before.
         """
         last = self._last
-        for missed in self._replay(0 if last is None else last.seq):
+        for missed in self._again(0 if last is None else last.seq):
             if last is not None and missed.seq == last.seq and missed.payload != last.payload:
                 self._begin_anew()
                 self._ask_before(seq)
@@ -118,6 +122,12 @@ class StreamChecker:
     def _came(self, message: Message) -> bool:
         """Whether the number of a message came already."""
         return message.seq < (self._receiver.next_seq or 0)
+
+    def _again(self, seq: int) -> Iterator[Message]:
+        try:
+            yield from self._replay(seq)
+        except EventFormatError as error:  # what follows in the replay does not come
+            self.add_malformed(error)
 
     def _decode(self, message: Message) -> WireBatch | None:
         try:

@@ -10,13 +10,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
+import zmq
 
 from radixkv.kvcache import BlockRemoved, CacheManager, EventBatch
 from radixkv.scheduler.cli import nodes
-from radixkv.scheduler.events import EventPublisher, EventSubscriber
+from radixkv.scheduler.events import EventPublisher, EventSubscriber, encode_batch
 from radixkv.scheduler.events.subscriber import Message
 from radixkv.scheduler.fuzz.kv_events import as_event
 from radixkv.scheduler.gateway.cache_index import CacheReporter
@@ -91,6 +93,28 @@ def test_a_false_stream_ends_with_status_1(publisher: EventPublisher) -> None:
     assert process.returncode == 1
     assert "K5 remove-what-is-there: 1\n  CPU removes 7, which it does not have\n" in out
     assert "A restart of the publisher that cannot be seen breaks K3, K4 and K5, too.\n" in out
+
+
+def test_a_message_with_other_frames_is_counted_and_the_check_goes_on(radixkv: Any) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with closing(context.socket(zmq.XPUB)) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 60_000)
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+
+        def publish() -> None:
+            socket.recv()  # the subscription
+            for frames in ([b"x"], [b"", bytes(8), encode_batch(1.0, [])]):
+                socket.send_multipart(frames)
+
+        thread = Thread(target=publish)
+        thread.start()
+        outcome = radixkv("events", "check", f"tcp://127.0.0.1:{port}", "--batches", 1)
+        thread.join()
+    context.term()
+    assert outcome.status == 1
+    assert (
+        "malformed message: 1\n  a message has frames of [1] bytes, not topic, 8 and a batch\n"
+    ) in outcome.stdout
 
 
 def test_an_interrupt_is_the_usual_end(publisher: EventPublisher) -> None:

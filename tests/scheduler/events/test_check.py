@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from radixkv.kvcache import (
     HostConfig,
     KVEvent,
 )
+from radixkv.scheduler.events import EventFormatError
 from radixkv.scheduler.events.check import MALFORMED, NUM_EXAMPLES, OF_RESTARTS, StreamChecker
 from radixkv.scheduler.events.subscriber import Message
 from radixkv.scheduler.events.wire import Cleared, Removed, Stored, WireBatch, encode_batch
@@ -188,6 +189,23 @@ def test_a_malformed_batch_came_and_ends_what_was_known(is_kept: bool) -> None:
     assert checker.findings == {MALFORMED: 1}
     assert checker.joined_late and checker.num_batches == 3
     assert checker.num_blocks() == {"GPU": 1}
+
+
+def test_a_replay_that_ends_in_a_malformed_answer() -> None:
+    messages = [message(seq, stored(10 * seq)) for seq in range(4)]
+
+    def replay(seq: int) -> Iterator[Message]:
+        yield from messages[seq:2]
+        raise EventFormatError("no message")
+
+    checker = StreamChecker(replay)
+    checker.begin()
+    assert checker.num_batches == 2
+    checker.receive(messages[3])
+    assert checker.examples == {
+        MALFORMED: ["no message", "no message"],
+        "K7 gap-is-seen": ["batch 2 did not come before 3, nor by a replay"],
+    }
 
 
 NAMES: st.SearchStrategy[int | bytes] = st.sampled_from([0, 1, b""])
