@@ -13,6 +13,7 @@ missing then, so that consumers see the gap.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Final
@@ -69,35 +70,29 @@ class EventPublisher:
         self._max_waiting = max_waiting
         self._queue: SimpleQueue[tuple[float, EventBatch] | None] = SimpleQueue()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._threads: list[Thread] = []
+        self._threads: list[tuple[Thread, zmq.Socket[bytes]]] = []
         self.replay_endpoint: str | None = None
         try:
-            publish = self._bind(zmq.PUB, endpoint, _HIGH_WATER_MARK)
-            self.endpoint = _bound(publish)
-            self._add_thread("kv-events", self._publish_all, publish)
+            publish = self._add_thread("kv-events", self._publish_all, zmq.PUB)
+            self.endpoint = _bind(publish, endpoint, _HIGH_WATER_MARK)
             if replay_endpoint is not None:
+                router = self._add_thread("kv-events-replay", self._answer_all, zmq.ROUTER)
                 # A client may lag by half of its own mark, which is the same.
-                router = self._bind(zmq.ROUTER, replay_endpoint, 2 * (num_kept + 1))
-                self.replay_endpoint = _bound(router)
-                self._add_thread("kv-events-replay", self._answer_all, router)
-        except EventAddressError:
-            self._context.destroy(linger=0)
+                self.replay_endpoint = _bind(router, replay_endpoint, 2 * (num_kept + 1))
+            for thread, _ in self._threads:
+                thread.start()
+        except BaseException:
+            self.close()
             raise
-        for thread in self._threads:
-            thread.start()
 
-    def _bind(self, kind: int, endpoint: str, high_water_mark: int) -> zmq.Socket[bytes]:
+    def _add_thread(
+        self, name: str, target: Callable[[zmq.Socket[bytes]], None], kind: int
+    ) -> zmq.Socket[bytes]:
+        """Make a thread, which `close` waits for, and the socket that it owns once it runs."""
         socket = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        socket.setsockopt(zmq.SNDHWM, high_water_mark)
-        try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            raise EventAddressError(f"KV events cannot be bound to {endpoint!r}: {error}") from None
+        thread = Thread(target=target, args=(socket,), name=name, daemon=True)
+        self._threads.append((thread, socket))
         return socket
-
-    def _add_thread(self, name: str, target: object, socket: zmq.Socket[bytes]) -> None:
-        self._threads.append(Thread(target=target, args=(socket,), name=name, daemon=True))  # type: ignore[arg-type]
 
     def publish(self, batch: EventBatch) -> None:
         """Publish a batch. It never waits; call it from one thread."""
@@ -110,10 +105,14 @@ class EventPublisher:
         """Send what is left, and end the threads. A second call does nothing."""
         if self._context.closed:
             return
+        started = [thread for thread, _ in self._threads if thread.is_alive()]
+        for _, socket in self._threads[len(started) :]:
+            socket.close(linger=0)
         self._queue.put(None)
-        self._threads[0].join()
+        for thread in started[:1]:
+            thread.join()
         self._context.term()  # wakes the replay thread, and waits for its socket
-        for thread in self._threads:
+        for thread in started:
             thread.join()
 
     # On threads of its own
@@ -147,7 +146,14 @@ class EventPublisher:
         socket.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
 
 
-def _bound(socket: zmq.Socket[bytes]) -> str:
+def _bind(socket: zmq.Socket[bytes], endpoint: str, high_water_mark: int) -> str:
+    """Bind a socket, and return its address with the port that was bound."""
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, high_water_mark)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise EventAddressError(f"KV events cannot be bound to {endpoint!r}: {error}") from None
     return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
 

@@ -39,15 +39,15 @@ class EventSubscriber(AbstractContextManager["EventSubscriber"]):
         """
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._replay_endpoint = replay_endpoint
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
         try:
+            self._socket = self._context.socket(zmq.SUB)
+            self._socket.setsockopt(zmq.RCVHWM, 0)
+            self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
             self._connect(self._socket, endpoint)
             if replay_endpoint is not None:
                 with self._context.socket(zmq.DEALER) as socket:
                     self._connect(socket, replay_endpoint)
-        except EventAddressError:
+        except BaseException:
             self.close()
             raise
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,6 +159,65 @@ def test_addresses_that_cannot_work_are_refused() -> None:
             EventSubscriber(endpoint, replay)
     with pytest.raises(CountError, match="num_kept must be at least 0, got -1"):
         EventPublisher(ANY, num_kept=-1)
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, number: int) -> None:
+    """Let one call of a method raise, counted from 0."""
+    calls, method = count(), getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == number:
+            raise RuntimeError("planted")
+        return method(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (zmq.Context, "socket"),
+        (zmq.Socket, "bind"),
+        (zmq.Socket, "getsockopt_string"),
+        (threading.Thread, "start"),
+    ],
+)
+def test_a_publisher_that_cannot_be_made_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, number: int
+) -> None:
+    before = threading.enumerate()
+    contexts = recorded_contexts(monkeypatch)
+    planted(monkeypatch, owner, name, number)
+    with pytest.raises(RuntimeError, match="planted"):
+        EventPublisher(ANY, replay_endpoint=ANY)
+    assert threading.enumerate() == before
+    assert [context.closed for context in contexts] == [True]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(("owner", "name"), [(zmq.Context, "socket"), (zmq.Socket, "connect")])
+def test_a_subscriber_that_cannot_be_made_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, number: int
+) -> None:
+    contexts = recorded_contexts(monkeypatch)
+    planted(monkeypatch, owner, name, number)
+    with pytest.raises(RuntimeError, match="planted"):
+        EventSubscriber("tcp://127.0.0.1:1", "tcp://127.0.0.1:1")
+    assert [context.closed for context in contexts] == [True]
+
+
+def recorded_contexts(monkeypatch: pytest.MonkeyPatch) -> list[zmq.Context[Any]]:
+    """Return the contexts that are made from now on."""
+    contexts: list[zmq.Context[Any]] = []
+    made = zmq.Context
+
+    def make() -> zmq.Context[Any]:
+        contexts.append(made())
+        return contexts[-1]
+
+    monkeypatch.setattr(zmq, "Context", make)
+    return contexts
 
 
 def test_a_publisher_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
