@@ -6,8 +6,8 @@
     publish(batch) ──queue──►   encode, send on PUB
                                 and keep ───────────────► answers on ROUTER
 
-The thread of the engine never waits. If the queue is full, a batch is dropped; its number is
-missing then, so that consumers see the gap.
+The thread of the engine never waits. If the queue is full, or a batch cannot be sent, it is
+dropped; its number is missing then, so that consumers see the gap.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class EventPublisher:
     Attributes:
         endpoint: where it publishes, with the port that was bound.
         replay_endpoint: where it answers requests for a replay, or None.
-        num_dropped: number of batches that were dropped because the queue was full.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class EventPublisher:
             EventAddressError: if an address cannot be bound.
             CountError: if num_kept is negative.
         """
-        self.num_dropped = 0
+        self._num_full = self._num_failed = 0  # one for each thread
         self._topic = topic.encode()
         self._kept: ReplayBuffer[bytes] = ReplayBuffer(as_count("num_kept", num_kept))
         self._lock = Lock()  # of what is kept
@@ -94,10 +93,15 @@ class EventPublisher:
         self._threads.append((thread, socket))
         return socket
 
+    @property
+    def num_dropped(self) -> int:
+        """Number of batches that were not sent: the queue was full, or to send it has failed."""
+        return self._num_full + self._num_failed
+
     def publish(self, batch: EventBatch) -> None:
         """Publish a batch. It never waits; call it from one thread."""
         if self._queue.qsize() >= self._max_waiting:
-            self.num_dropped += 1
+            self._num_full += 1
             return
         self._queue.put((time.time(), batch))
 
@@ -120,11 +124,16 @@ class EventPublisher:
     def _publish_all(self, socket: zmq.Socket[bytes]) -> None:
         with socket:
             while (item := self._queue.get()) is not None:
-                ts, batch = item
-                payload = encode_batch(ts, batch.events)
-                with self._lock:
-                    self._kept.add(batch.seq, payload)
-                socket.send_multipart((self._topic, _seq_bytes(batch.seq), payload))
+                try:
+                    self._send(socket, *item)
+                except Exception:  # of this batch alone, such as a MemoryError
+                    self._num_failed += 1
+
+    def _send(self, socket: zmq.Socket[bytes], ts: float, batch: EventBatch) -> None:
+        payload = encode_batch(ts, batch.events)
+        with self._lock:
+            self._kept.add(batch.seq, payload)
+        socket.send_multipart((self._topic, _seq_bytes(batch.seq), payload))
 
     def _answer_all(self, socket: zmq.Socket[bytes]) -> None:
         with socket:
@@ -134,6 +143,8 @@ class EventPublisher:
                     self._answer(socket, frames)
                 except zmq.ContextTerminated:
                     return
+                except Exception:  # of this request alone: its client waits in vain
+                    continue
 
     def _answer(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[2]) != SEQ_BYTES:

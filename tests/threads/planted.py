@@ -174,15 +174,15 @@ BY_HAND: dict[str, tuple[Planted, ...]] = {
     ),
     "scheduler.events.publisher": (
         Planted(
-            "EventPublisher._publish_all: a batch is kept after it is sent",
-            find="""                with self._lock:
-                    self._kept.add(batch.seq, payload)
-                socket.send_multipart((self._topic, _seq_bytes(batch.seq), payload))
+            "EventPublisher._send: a batch is kept after it is sent",
+            find="""        with self._lock:
+            self._kept.add(batch.seq, payload)
+        socket.send_multipart((self._topic, _seq_bytes(batch.seq), payload))
 """,
-            replace="""                frames = (self._topic, _seq_bytes(batch.seq), payload)
-                socket.send_multipart(frames)
-                with self._lock:
-                    self._kept.add(batch.seq, payload)
+            replace="""        frames = (self._topic, _seq_bytes(batch.seq), payload)
+        socket.send_multipart(frames)
+        with self._lock:
+            self._kept.add(batch.seq, payload)
 """,
         ),
     ),

@@ -30,7 +30,7 @@ FINDING = {
     "engine_closes": (68,),
     "engine_fails": (310,),
     "output_streams": (73, 79),
-    "event_publisher": (81,),
+    "event_publisher": (75, 182),
 }
 """Later seeds of each scenario, the first that find a planted bug on Python 3.11 (by `hunt`)."""
 ONLY_REPLACES = {"scheduler.nodes.channel.gate"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from itertools import count
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
-from radixkv.kvcache import BlockRemoved, BlockStored, CountError, EventBatch
+from radixkv.kvcache import BlockRemoved, BlockStored, CountError, EventBatch, ReplayBuffer
 from radixkv.scheduler.events import (
     EventAddressError,
     EventFormatError,
@@ -61,6 +61,29 @@ def numbers(messages: Iterator[Message]) -> list[int]:
     return [message.seq for message in messages]
 
 
+def planted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, number: int) -> None:
+    """Let one call of a method raise, counted from 0."""
+    calls, method = count(), getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == number:
+            raise RuntimeError("planted")
+        return method(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@contextmanager
+def requester(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = context.socket(zmq.DEALER)
+        socket.connect(endpoint)
+        yield socket
+    finally:
+        context.destroy(linger=0)
+
+
 def test_a_subscriber_gets_batches_in_order(published: EventPublisher) -> None:
     with subscribe(published) as subscriber:
         first = wait_until_connected(published, subscriber)
@@ -86,19 +109,14 @@ def test_a_replay_has_the_last_batches(published: EventPublisher) -> None:
 
 
 def test_requests_that_are_none_get_no_answer(published: EventPublisher) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        socket = context.socket(zmq.DEALER)
-        assert published.replay_endpoint is not None
-        socket.connect(published.replay_endpoint)
+    assert published.replay_endpoint is not None
+    with requester(published.replay_endpoint) as socket:
         for frames in ([b""], [b"", b"short"], [b"", bytes(9)], [b"", bytes(8), b"more"]):
             socket.send_multipart(frames)
         socket.send_multipart([b"", bytes(8)])  # only this one
         assert socket.poll(int(LATE_S) * 1_000)
         assert socket.recv_multipart() == [b"", b"", (2**64 - 1).to_bytes(8, "big"), b""]
         assert not socket.poll(0)
-    finally:
-        context.destroy(linger=0)
 
 
 def test_what_waits_is_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +162,45 @@ def test_a_full_queue_drops_batches_and_never_waits(monkeypatch: pytest.MonkeyPa
     assert found == [0, 1, 2, 5]  # everybody sees that 3 and 4 are missing
 
 
+@pytest.mark.parametrize("error", [MemoryError(), zmq.ZMQError(zmq.EFSM)])
+@pytest.mark.parametrize("place", ["encode_batch", "send_multipart"])
+def test_a_batch_that_cannot_be_sent_is_dropped_and_the_next_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
+) -> None:
+    owner = publisher if place == "encode_batch" else zmq.Socket
+    call, is_wrong = getattr(owner, place), threading.Event()
+
+    def fail(*arguments: Any) -> Any:
+        if not is_wrong.is_set() and threading.current_thread().name == "kv-events":
+            is_wrong.set()
+            raise error
+        return call(*arguments)
+
+    monkeypatch.setattr(owner, place, fail)
+    with closing(EventPublisher(ANY, replay_endpoint=ANY)) as source:
+        for seq in range(3):
+            source.publish(batch(seq))
+        with subscribe(source) as subscriber:
+            while (found := numbers(subscriber.replay(0)))[-1:] != [2]:
+                pass
+        assert source.num_dropped == 1
+    # One that was encoded is kept: it comes by a replay.
+    assert found == ([1, 2] if place == "encode_batch" else [0, 1, 2])
+
+
+def test_a_replay_that_cannot_be_sent_is_the_only_one(
+    monkeypatch: pytest.MonkeyPatch, published: EventPublisher
+) -> None:
+    planted(monkeypatch, ReplayBuffer, "since", 0)
+    assert published.replay_endpoint is not None
+    with requester(published.replay_endpoint) as socket:
+        for _ in range(2):
+            socket.send_multipart([b"", bytes(8)])
+        assert socket.poll(int(LATE_S) * 1_000)
+        assert socket.recv_multipart() == [b"", b"", (2**64 - 1).to_bytes(8, "big"), b""]
+        assert not socket.poll(0)
+
+
 def test_addresses_that_cannot_work_are_refused() -> None:
     with closing(EventPublisher(ANY)) as source:
         assert source.replay_endpoint is None
@@ -159,18 +216,6 @@ def test_addresses_that_cannot_work_are_refused() -> None:
             EventSubscriber(endpoint, replay)
     with pytest.raises(CountError, match="num_kept must be at least 0, got -1"):
         EventPublisher(ANY, num_kept=-1)
-
-
-def planted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, number: int) -> None:
-    """Let one call of a method raise, counted from 0."""
-    calls, method = count(), getattr(owner, name)
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        if next(calls) == number:
-            raise RuntimeError("planted")
-        return method(*arguments, **options)
-
-    monkeypatch.setattr(owner, name, call)
 
 
 @pytest.mark.parametrize("number", [0, 1])
