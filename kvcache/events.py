@@ -1,15 +1,17 @@
 """KV events: which blocks entered and left each tier, in order, for a router or another consumer.
 
 A consumer that applies every event of a manager has, after each call, exactly the blocks that the
-manager can find. The names and fields are those of vLLM's KV events. Nothing here does I/O.
+manager can find; of storage, the last `MAX_STORED` that it learned of. The names and fields are
+those of vLLM's KV events. Nothing here does I/O.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import compress, islice
 from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -24,6 +26,10 @@ Medium: TypeAlias = Literal["GPU", "CPU", "STORAGE"]
 Payload = TypeVar("Payload")
 
 HASH_BYTES: Final = 8
+
+MAX_STORED: Final = 2**20
+"""Blocks in storage that events name at most, the last ones that the manager learned of. Storage
+may have any number; these take 130 MB of the manager's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,10 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks cannot be found in a tier any more; other tiers may have them."""
+    """Blocks cannot be found in a tier any more; other tiers may have them.
+
+    Storage may have them still: events name only the last `MAX_STORED` blocks in storage.
+    """
 
     medium: Medium
     block_hashes: tuple[int, ...]
@@ -122,6 +131,7 @@ class EventRecorder:
 
     Attributes:
         block_size: tokens per block.
+        max_stored: number of blocks in storage that events name at most.
     """
 
     def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int) -> None:
@@ -129,7 +139,8 @@ class EventRecorder:
         self._block_bytes = block_size * ITEM_BYTES
         self._device = _Names(num_blocks)
         self._host = _Names(num_host_blocks)
-        self._stored: set[int] = set()
+        self.max_stored = MAX_STORED
+        self._stored: OrderedDict[int, None] = OrderedDict()  # the longest known first
         self._events: list[KVEvent] = []
         self._next_seq = 0
 
@@ -209,6 +220,8 @@ class EventRecorder:
             after = place + len(run.hashes)
             self._learn_stored(run, ok[place:after])
             place = after
+        hashes = [each for run in runs for each in run.hashes]
+        self._bound_stored([*compress(hashes, ok)])
 
     def looked_up(self, namespace: bytes, path: bytes, ok: Sequence[bool]) -> None:
         """Record which of the last blocks of a path storage has; path is bytes of int32.
@@ -218,9 +231,10 @@ class EventRecorder:
         run = self._name(namespace, 0, path)
         first = len(run.hashes) - len(ok)
         num_found = next((place for place, good in enumerate(ok) if not good), len(ok))
-        self._learn_stored(self._part(run, first, first + num_found), [True] * num_found)
         asked = zip(run.hashes[first:], ok, strict=True)
         self._forget_stored([each for each, good in asked if not good and each in self._stored])
+        self._learn_stored(self._part(run, first, first + num_found), [True] * num_found)
+        self._bound_stored(run.hashes[first : first + num_found])
 
     def forget_storage(self) -> None:
         """Record that the blocks in storage cannot be found any more: its namespace changed."""
@@ -228,12 +242,25 @@ class EventRecorder:
 
     def _learn_stored(self, run: _Run, ok: Sequence[bool]) -> None:
         new = [good and each not in self._stored for each, good in zip(run.hashes, ok, strict=True)]
-        self._stored.update(each for each, is_new in zip(run.hashes, new, strict=True) if is_new)
+        self._stored.update((each, None) for each, good in zip(run.hashes, ok, strict=True) if good)
         for first, last in _stretches(new):
             self._record("STORAGE", self._part(run, first, last))
 
+    def _bound_stored(self, learned: list[int]) -> None:
+        """Forget blocks if there are too many, the longest known first.
+
+        Args:
+            learned: the last ones, in the order of their paths. The last of these are forgotten
+                first, because they are found through the others.
+        """
+        for each in reversed(learned):
+            self._stored.move_to_end(each)
+        excess = max(len(self._stored) - self.max_stored, 0)
+        self._forget_stored([*islice(self._stored, excess)])
+
     def _forget_stored(self, hashes: list[int]) -> None:
-        self._stored.difference_update(hashes)
+        for each in hashes:
+            del self._stored[each]
         self._removed("STORAGE", hashes)
 
     # Shared steps

@@ -72,13 +72,22 @@ class TierAdapter(CacheAdapter):
 
     def _make_manager(self, num_blocks: int, block_size: int) -> Any:
         config = self._config
-        return self.kvcache.CacheManager(
+        manager = self.kvcache.CacheManager(
             num_blocks,
             block_size,
             host=self.kvcache.HostConfig(config["host_blocks"], config["write"], config["hits"]),
             storage=self._keys if config["storage"] else None,
             record_events=self.records_events,
         )
+        if self.records_events and block_size == 1:
+            manager._events.max_stored = config["host_blocks"]
+        return manager
+
+    @property
+    def most_told(self) -> Callable[[], int] | None:
+        """Return how many blocks of storage the KV events name at most, if this world has them."""
+        events = self.manager._events
+        return None if events is None else lambda: int(events.max_stored)
 
     # Requests
 

@@ -10,7 +10,7 @@ from .tiers import TierSnapshot
 LOOKS: Final = frozenset(
     ("available", "block_table", "snapshot", "tier_snapshot", "check", "refusal", "keys",
      "tier_match", "loading", "ready", "promoted", "parked", "prefetched", "asking",
-     "take_cancelled", "match", "size", "kv_events", "replay")
+     "take_cancelled", "match", "size", "kv_events", "replay", "most_told")
 )  # fmt: skip
 """Methods that move no block and decide on no operation."""
 

@@ -161,4 +161,8 @@ class TierManager(Manager, Protocol):
 
 TierFactory: TypeAlias = Callable[[dict[str, Any]], Any]
 """Makes an adapter from a configuration: ``num_blocks``, ``block_size``, ``host_blocks``, ``write``
-(``"exclusive"``, ``"back"`` or ``"through"``), ``hits`` and ``storage`` (0 or 1)."""
+(``"exclusive"``, ``"back"`` or ``"through"``), ``hits`` and ``storage`` (0 or 1).
+
+The adapter may also have ``most_told() -> int``: of storage, its KV events name at most so many
+blocks, those that the manager learned of last. Without it, they name all that it knows of.
+"""

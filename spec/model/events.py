@@ -16,7 +16,7 @@ Prefix: TypeAlias = tuple[bytes, tuple[int, ...]]
 """Namespace and all tokens up to the end of a block."""
 
 ANYTHING: Final = 1 << 62
-"""A number of removed blocks that is never reached."""
+"""A number of blocks that is never reached."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from .rule import Rule, rule
 
 K1: Final = rule(
     "K1 consumer-equals-manager",
-    "A consumer that has applied all events has, in each tier, the blocks that can be found there.",
+    "A consumer that has applied all events has, in each tier, the blocks that can be found there;"
+    " of storage, the last ones that the manager learned of.",
 )
 K2: Final = rule(
     "K2 hash-names-one-prefix",

@@ -74,6 +74,28 @@ def caches(*, resets: bool = False) -> Iterator[object]:
         yield manager
 
 
+def recorders() -> Iterator[object]:
+    """A manager that records KV events, and never resets: each prompt is new, and is stored."""
+    namespace = StorageNamespace("m", "w", "float32", 2, (0, 1), (0, 1))
+    host = HostConfig(8, "through")
+    manager = CacheManager(12, 2, host=host, storage=namespace, record_events=True)
+    assert manager.tiers is not None and manager._events is not None
+    manager._events.max_stored = PER_DRAIN
+    number = 0
+    while True:
+        for _ in range(PER_DRAIN):
+            number += 1
+            lease = manager.admit(manager.match(prompt(number)))
+            manager.publish(lease, prompt(number))
+            manager.release(lease)
+            while taken := manager.tiers.take_operations():
+                for each in taken:
+                    manager.tiers.complete(each.id, [True] * each.num_blocks)
+            manager.tiers.take_used()
+            manager.take_events()
+        yield manager
+
+
 def schedulers() -> Iterator[object]:
     """A scheduler whose requests end, are aborted and are preempted."""
     scheduler = MixedScheduler(CacheManager(12, 2), token_budget=8, max_running=3, reserve_tokens=0)
@@ -206,6 +228,7 @@ def engine_threads() -> Iterator[object]:
 SUBJECTS: dict[str, Callable[[], Iterator[object]]] = {
     "cache": caches,
     "cache with resets": partial(caches, resets=True),
+    "events": recorders,
     "scheduler": schedulers,
     "gateway": gateways,
     "storage": storages,
@@ -250,6 +273,22 @@ BUGS: dict[str, tuple[Bug, ...]] = {
                 "        self._steps_begun += 1\n",
                 "        self._steps_begun += 1\n"
                 "        self.__dict__.setdefault('_past', set()).add(self._steps_begun)\n",
+            ),
+        ),
+    ),
+    "events": (
+        bug(
+            "blocks in storage are named as long as storage may have them",
+            "kvcache.events",
+            ("        self._forget_stored([*islice(self._stored, excess)])\n", "        pass\n"),
+        ),
+        bug(
+            "batches that were taken are kept",
+            "kvcache.events",
+            (
+                "        self._next_seq += 1\n",
+                "        self._next_seq += 1\n"
+                "        self.__dict__.setdefault('_past', []).append(batch)\n",
             ),
         ),
     ),

@@ -15,7 +15,7 @@ from radixkv.kvcache import (
     KVEvent,
     ReplayBuffer,
 )
-from radixkv.kvcache.events import hash_blocks
+from radixkv.kvcache.events import MAX_STORED, EventRecorder, hash_blocks
 from radixkv.kvcache.storage import StorageNamespace
 
 from .helpers import serve, start
@@ -128,6 +128,35 @@ def test_each_tier_has_its_own_events_with_the_same_hash() -> None:
     # Another namespace of storage has none of its blocks.
     tiers.storage = StorageNamespace("model", "2", "float32", 2, (0, 1), (0, 1))
     assert taken(manager) == [BlockRemoved("STORAGE", hashes)]
+
+
+def test_blocks_in_storage_are_forgotten_when_there_are_too_many() -> None:
+    recorder = EventRecorder(2, 4, 4)
+    assert recorder.max_stored == MAX_STORED == 2**20
+    recorder.max_stored = 3
+
+    def found(*tokens: int) -> list[KVEvent]:
+        recorder.looked_up(b"", np.array(tokens, np.int32).tobytes(), [True] * (len(tokens) // 2))
+        batch = recorder.take()
+        return [] if batch is None else list(batch.events)
+
+    def names(*tokens: int) -> tuple[int, ...]:
+        return tuple(hash_blocks(np.array(tokens, np.int32), 2))
+
+    [first] = found(1, 2, 3, 4)
+    assert stored(first).block_hashes == names(1, 2, 3, 4)
+    [second, gone] = found(5, 6, 7, 8)
+    assert stored(second).block_hashes == names(5, 6, 7, 8)
+    assert gone == BlockRemoved("STORAGE", names(1, 2, 3, 4)[1:]), "of a path, its end goes first"
+    assert found(1, 2) == [], "what was found again is no news, and goes last"
+    [third, gone] = found(9, 9)
+    assert stored(third).block_hashes == names(9, 9)
+    assert gone == BlockRemoved("STORAGE", names(5, 6, 7, 8)[1:])
+    recorder.forget_storage()
+    batch = recorder.take()
+    assert batch is not None
+    known = sorted(names(1, 2) + names(5, 6) + names(9, 9))
+    assert batch.events == (BlockRemoved("STORAGE", tuple(known)),)
 
 
 @pytest.mark.parametrize("ok", [[True], [False]])

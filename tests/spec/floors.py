@@ -234,6 +234,7 @@ TIER_FLOORS: Final = {
     "fetched": 1_000,
     "fetched nothing": 76,
     "forgotten by storage": 4_500,
+    "forgotten in events": 450,
     "forked": 850,
     "full hit": 6_900,
     "grown into a new block": 1_000,

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from ...adapters.cache import Snapshot
 from ...adapters.tier_target import TierTarget
 from ...adapters.tiers import TierFactory
-from ...model.events import Prefix
+from ...model.events import ANYTHING, Prefix
 from ...model.ghost import Tag, first_tag
 from ...model.tiers.operations import Load, TierModel
 from ...model.tiers.residency import Residency, Step
@@ -60,7 +60,9 @@ class TierState(CacheState):
         executor: operations in flight, and the contents of host and storage.
         cancelled: operations that must be reported to the driver as cancelled.
         without_room: requests that found no room, while nothing has ended since.
-        told: storage keys that the manager knows to be in storage, by the last result for each.
+        told: storage keys that the manager knows to be in storage, by the last result for each; the
+            one that it was told of longest ago is the first.
+        most_told: number of them that its KV events name at most.
         law, storage_law: what a host and a storage with LRU eviction would hold.
         shot: the last snapshot.
         step: the operation that is being checked.
@@ -80,7 +82,9 @@ class TierState(CacheState):
         self.executor = Executor(self.device)
         self.cancelled: set[int] = set()
         self.without_room: set[str] = set()
-        self.told: set[bytes] = set()
+        self.told: dict[bytes, None] = {}
+        bounds_told = "most_told" in self.target.can
+        self.most_told: int = self.ask("most_told") if bounds_told else ANYTHING
         self._prefix_of_key: dict[bytes, Prefix] = {}
         self.law = TwoTierLaw(config["num_blocks"], config["host_blocks"])
         self.storage_law = StorageLaw(
@@ -102,13 +106,21 @@ class TierState(CacheState):
         return {**super().findable(shot), "CPU": self.shot.host, "STORAGE": in_storage}
 
     def tell(self, flight: Flight) -> None:
-        """Tell the manager what is in storage, by the results of a write or a lookup."""
-        keys, results = flight.copy.keys, list(zip(flight.copy.keys, flight.ok, strict=True))
+        """Tell the manager what is in storage, by the results of a write or a lookup.
+
+        Of one result, the manager forgets the last blocks first: they are found through the others.
+        """
+        good = [key for key, is_good in zip(flight.copy.keys, flight.ok, strict=True) if is_good]
         if flight.kind == "lookup":
-            self.told.update(keys[: leading(flight.ok)])
-            self.told.difference_update(key for key, good in results if not good)
-        else:
-            self.told.update(key for key, good in results if good)
+            for key in {*flight.copy.keys} - {*good}:
+                self.told.pop(key, None)
+            good = list(flight.copy.keys[: leading(flight.ok)])
+        for key in reversed(good):
+            self.told.pop(key, None)
+            self.told[key] = None
+        for key in [*self.told][: max(len(self.told) - self.most_told, 0)]:
+            del self.told[key]
+            self.situations["forgotten in events"] += 1
 
     # Calls, and what they may change
 

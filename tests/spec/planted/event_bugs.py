@@ -255,6 +255,28 @@ TIER_EVENT_BUGS = (
         world="tiers",
     ),
     bug(
+        "events name each block that was ever in storage",
+        EVENTS,
+        ("        self._forget_stored([*islice(self._stored, excess)])\n", "        pass\n"),
+        world="tiers",
+    ),
+    bug(
+        "what is forgotten of storage is not reported",
+        EVENTS,
+        (
+            "        self._forget_stored([*islice(self._stored, excess)])\n",
+            "        for each in [*islice(self._stored, excess)]:\n"
+            "            del self._stored[each]\n",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "what storage was asked about again is forgotten first",
+        EVENTS,
+        ("            self._stored.move_to_end(each)\n", "            pass\n"),
+        world="tiers",
+    ),
+    bug(
         "a reset is reported before what was evicted before it",
         EVENTS,
         ("self._events = [AllBlocksCleared()]", "self._events.insert(0, AllBlocksCleared())"),
