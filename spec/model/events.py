@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
@@ -91,7 +92,8 @@ class Consumer:
         self.found = found
         self.joined_late = False
         self._blocks: dict[Hash, _Block] = {}
-        self._removed: dict[Hash, None] = {}  # those that no tier has, the oldest first
+        # Those that no tier has, the oldest first; a dict would pass over what it has dropped.
+        self._removed: OrderedDict[Hash, None] = OrderedDict()
         self._most_removed = most_removed
         self._block_sizes: dict[str, int] = {}
 
@@ -164,8 +166,8 @@ class Consumer:
             if not any(name in tier for tier in self.held.values()):
                 self._removed[name] = None
         while len(self._removed) > self._most_removed:
-            oldest = next(iter(self._removed))
-            del self._removed[oldest], self._blocks[oldest]
+            oldest, _ = self._removed.popitem(last=False)
+            del self._blocks[oldest]
 
 
 def _shown(block: _Block) -> str:
