@@ -387,6 +387,7 @@ async def cancel_task(stream: OutputStream) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert stream.has_ended  # otherwise the next line would wait for ever
     with pytest.raises(StopAsyncIteration):
         await stream.__anext__()
 

@@ -37,7 +37,7 @@ from radixkv.scheduler.text.output_text import OutputText
 from ..ports import reserved_port
 from ..tokenizers import add_tokenizer
 from .conftest import assert_nothing_leaked, fresh
-from .test_async_engine import Gate
+from .test_async_engine import Gate, held
 
 SIZES: dict[str, Any] = {
     "block_size": 4,
@@ -394,8 +394,8 @@ def test_several_samples_are_choices(llm, path):
 
 
 @in_loop
-async def check_usage(llm: radixkv.LLM) -> None:
-    fields: dict[str, Any] = {"prompt": PROMPTS[1], **GREEDY}
+async def check_usage(llm: radixkv.LLM, n: int) -> None:
+    fields: dict[str, Any] = {"prompt": PROMPTS[1], "n": n, **GREEDY}
     async with served(llm) as server:
         cold = (await server.post(COMPLETIONS, **fields)).json()["usage"]
         warm = (await server.post(COMPLETIONS, **fields)).json()["usage"]
@@ -416,8 +416,10 @@ async def check_usage(llm: radixkv.LLM) -> None:
     assert all("usage" not in chunk for chunk in without.events())
 
 
-def test_usage_counts_tokens_and_hits(llm):
-    check_usage(llm)
+@pytest.mark.parametrize("n", [1, 3])
+def test_usage_counts_tokens_and_hits(llm, n):
+    """The hits of a prompt are those of its first sample: the others hit what that computes."""
+    check_usage(llm, n)
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1])
@@ -524,6 +526,22 @@ def test_models_tokens_and_health(llm):
             assert (await server.post("/tokenize", messages=MESSAGES)).json()["tokens"] == chat
             text = (await server.post("/detokenize", tokens=tokens)).json()
             assert text == {"prompt": "the cache"}
+
+    test()
+
+
+def test_health_is_that_of_the_thread_of_the_engine(llm):
+    """As long as that does not come to its next step, there is no answer."""
+
+    @in_loop
+    async def test() -> None:
+        async with served(llm) as server:
+            with held(server.serving):
+                asked = asyncio.create_task(server.ask("GET", "/health"))
+                for _ in range(50):
+                    await asyncio.sleep(0)  # a turn of the loop
+                assert not asked.done()
+            assert (await asked).status == 200
 
     test()
 

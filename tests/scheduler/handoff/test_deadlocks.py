@@ -15,37 +15,73 @@ from hypothesis import strategies as st
 from radixkv.kvcache import RequestTooLargeError
 from radixkv.scheduler import DecodeScheduler, Request
 from radixkv.scheduler.fairness import MAX_OVERTAKEN, MAX_REMEMBERED
-from radixkv.scheduler.handoff import Ask, AttemptKey, Grant, Header
+from radixkv.scheduler.handoff import Ask, AttemptKey, Grant, Header, Send
 
 from .decode_harness import ask, hand_over, refusal, scheduler, start, step
 from .worlds import SteppedWorld
 
 
+def copy_all(d: DecodeScheduler) -> None:
+    """Finish all copies to the host tier and back, if there is one."""
+    tiers = d.manager.tiers
+    for operation in () if tiers is None else tiers.take_operations():
+        assert tiers is not None
+        tiers.complete(operation.id, [True] * operation.num_blocks)
+
+
 @given(
     running=st.lists(st.tuples(st.integers(1, 6), st.integers(2, 12)), min_size=1, max_size=4),
-    received=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 12)), max_size=4),
+    received=st.lists(
+        st.tuples(st.integers(1, 6), st.integers(1, 12), st.booleans()), max_size=4
+    ),  # the last: whether it is given up while its pull writes
     num_blocks=st.integers(6, 16),
     reserve_tokens=st.sampled_from([0, 2, None]),
+    num_host_blocks=st.sampled_from([0, 2, 16]),
 )
-@example(running=[(1, 7), (5, 9)], received=[(1, 3), (1, 3)], num_blocks=10, reserve_tokens=2)
-@example(running=[(1, 3), (5, 3)], received=[(1, 7)], num_blocks=6, reserve_tokens=0)
+@example(
+    running=[(1, 7), (5, 9)],
+    received=[(1, 3, False), (1, 3, False)],
+    num_blocks=10,
+    reserve_tokens=2,
+    num_host_blocks=0,
+)
+@example(
+    running=[(1, 3), (5, 3)],
+    received=[(1, 7, False)],
+    num_blocks=6,
+    reserve_tokens=0,
+    num_host_blocks=0,
+)
 def test_d1_what_is_received_for_ever_stops_nobody_from_finishing(
     running: list[tuple[int, int]],
-    received: list[tuple[int, int]],
+    received: list[tuple[int, int, bool]],
     num_blocks: int,
     reserve_tokens: int | None,
+    num_host_blocks: int,
 ) -> None:
-    d = scheduler(num_blocks=num_blocks, max_running=8, reserve_tokens=reserve_tokens)
+    """Nor does an attempt that ended while its pull writes, with or without a host tier."""
+    d = scheduler(
+        num_blocks,
+        num_host_blocks,
+        max_running=8,
+        reserve_tokens=reserve_tokens,
+        preempt="host" if num_host_blocks else "recompute",
+    )
     for number, (num_tokens, max_new_tokens) in enumerate(running):
         answer = ask(d, chr(97 + number), num_tokens, max_new_tokens)
         if isinstance(answer, Grant):
             hand_over(d, answer, num_tokens)
     granted = 0
-    for number, (num_tokens, max_new_tokens) in enumerate(received):
+    for number, (num_tokens, max_new_tokens, is_given_up) in enumerate(received):
         answer = ask(d, chr(65 + number), num_tokens, max_new_tokens)
         granted += isinstance(answer, Grant)
+        if isinstance(answer, Grant) and is_given_up:
+            header = Header(answer.header.key, 5, 1, answer.header.grant)
+            d.receive("p0", Send(header, 0, 0, -(-num_tokens // 2), 0))
+            d.give_up(header.key, "late")
     for _ in range(200):
         step(d)
+        copy_all(d)
     assert not d.has_work and d.num_open == granted
     d.manager.check()
 

@@ -1,8 +1,10 @@
-"""`BodyReader`: the sizes at its limits."""
+"""Bodies of requests: `BodyReader`, with sizes at its limits, and `parse`."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from radixkv.scheduler.server.errors import ApiError
 from radixkv.scheduler.server.limits import BodyReader, ServerLimits
+from radixkv.scheduler.server.schema import CompletionBody, parse
 
 LIMIT = 100
 
@@ -79,3 +82,27 @@ def test_bodies_may_have_as_many_bytes_together_as_the_limit(more: int) -> None:
 
     asyncio.run(run())
     assert not (reader._num_bytes or reader._bodies or reader._refused)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_valid"),
+    [
+        (b'{"model": "m", "prompt": "a"}', True),
+        (b'{"model": "m", "prompt": "a", "n": "b"}', False),
+        (b'{"model": "m", "prompt": ', False),
+        (b'{"metadata": ' + b'{"a": ' * 100_000, False),
+    ],
+    ids=["valid", "wrong type", "cut off", "nested"],
+)
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(
+    body: bytes, is_valid: bool, collects: bool
+) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        with nullcontext() if is_valid else pytest.raises(ApiError):
+            parse(body, CompletionBody)
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -1,0 +1,61 @@
+"""Outputs of a request whose engine may be ahead of the consumer."""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.scheduler.request import Request, TokenLogprob
+from radixkv.scheduler.server.replies import new_logprobs
+from radixkv.scheduler.serving.outputs import Completion
+from radixkv.scheduler.text import Detokenizer
+
+from ...tokenizers import words
+
+WORDS = ["the", "cache", "é"]
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return words()
+
+
+@given(
+    text=st.lists(st.sampled_from(WORDS), min_size=1, max_size=12),
+    stop=st.sampled_from([None, *WORDS, "the cache", "cache t", "e"]),
+    cuts=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), max_size=6),
+)
+def test_the_parts_of_an_output_are_those_of_its_tokens(
+    text: list[str], stop: str | None, cuts: list[tuple[int, int]]
+) -> None:
+    """Whatever the engine has generated beyond what is taken, and beyond a stop string."""
+    tokens = tokenizer().encode(" ".join(text)).ids
+    request = Request("a", [1], len(tokens), logprobs=0)
+    detokenizing: Any = SimpleNamespace(detokenizer=lambda: Detokenizer(tokenizer()))
+    completion = Completion(request, detokenizing, () if stop is None else (stop,), name="a")
+    expected, found, _ = " ".join(text).partition(stop or "nothing of this kind")
+    ahead = {min(place, len(tokens)): more for place, more in cuts} | {len(tokens): 0}
+    new_text, new_tokens = "", list[int]()
+    for before, place in pairwise([0, *sorted(ahead)]):
+        while len(request.output_tokens) < min(place + ahead[place], len(tokens)):
+            number = len(request.output_tokens)
+            request.append(tokens[number])
+            request.output_logprobs.append(TokenLogprob(tokens[number], -float(number), 1, ()))
+        output = completion.take(place, "length" if place == len(tokens) else None)
+        assert output is not None and place > before
+        new_text, new_tokens = new_text + output.new_text, [*new_tokens, *output.new_token_ids]
+        assert (output.text, list(output.token_ids)) == (new_text, new_tokens)
+        assert output.logprobs == tuple(request.output_logprobs[: len(new_tokens)])
+        records = new_logprobs(output)
+        assert records is not None
+        assert [each.token_id for each in records] == list(output.new_token_ids)
+        if output.finish_reason is not None:
+            assert output.finish_reason == ("stop" if found else "length")
+            assert (output.text, new_tokens) == (expected, tokens[: len(new_tokens)])
+            return
+    raise AssertionError("the output has no end")
