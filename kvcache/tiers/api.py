@@ -14,6 +14,7 @@ from ..prefix.node import Node
 from ..stats import TierStats
 from ..tokens import Tokens, as_tokens
 from .checks import check_tiers
+from .completion_handlers import store_again
 from .host_tier import HostConfig
 from .load import Loader, LoadPlan
 from .offload import Offloader
@@ -88,6 +89,7 @@ class Tiers:
         """Namespace of the blocks in storage, or None without storage.
 
         After `CacheManager.reset` for new weights, set it to one with another ``weights_revision``.
+        Operations write to it what the host has then: the namespaces that the reset kept.
 
         Raises:
             StorageConfigError: if it is not a StorageNamespace, or has another block size.
@@ -107,9 +109,12 @@ class Tiers:
                 raise StorageConfigError(
                     f"storage has blocks of {block_size} tokens, but the cache of {expected}"
                 )
+        if namespace == self.storage:
+            return
         self.state.tree.keys = None if namespace is None else StorageKeyCache(namespace)
         if self.state.events is not None:
             self.state.events.forget_storage()
+        store_again(self.state)
 
     # Operations out, completions in
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..prefix.node import Node
-from .host_tier import HostRun
+from .host_tier import HostRun, TieredNode
 from .operations import CompletionHandler, OpKind
 from .state import TierState
 
@@ -129,3 +129,17 @@ def store_runs(state: TierState, runs: Sequence[HostRun]) -> None:
     # Storage must not evict the blocks before these to make room for them.
     state.recency.record_use(parents)
     state.submit(OpKind.HOST_TO_STORAGE, StoreCompletion(state, runs), sources=blocks, keys=keys)
+
+
+def store_again(state: TierState) -> None:
+    """Queue a copy of every valid host run to storage, which has none of them.
+
+    Each is an operation of its own, and leaves the host free to drop it as soon as that one ends.
+    """
+    for node in state.tree.nodes():
+        assert isinstance(node, TieredNode), "a bare node"
+        run = node.host
+        if run is not None:
+            run.stored = False
+            if run.is_valid:
+                store_runs(state, [run])

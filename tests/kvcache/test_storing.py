@@ -1,12 +1,13 @@
 """Storing: host copies are written to storage once, under the keys of their path."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from radixkv.kvcache import CacheManager, HostConfig, HostConfigError, OpKind, StorageConfigError
 from radixkv.kvcache.storage.keys import StorageNamespace
+from radixkv.kvcache.tiers.host_tier import WritePolicy
 from radixkv.kvcache.tiers.state import COPY_TIMEOUT_S, STORAGE_TIMEOUT_S
 
 from .tier_memory import TierMemory, as_list
@@ -172,17 +173,6 @@ def test_a_run_that_has_keys_grows():
         manager.check()
 
 
-def test_blocks_kept_over_new_weights_have_new_keys():
-    memory = TierMemory(2, 2, storage=True)
-    memory.demote([1], b"kept")
-    memory.reset(keep=[b"kept"])
-    memory.tiers.prefetch([1, 2], b"kept")
-    assert memory.tiers.storage is not None
-    assert memory.tiers.storage != memory.namespace
-    keys = memory.tiers.storage.block_keys([1, 2], b"kept")
-    assert memory.one(OpKind.LOOKUP).keys == tuple(keys[1:])
-
-
 def test_invalid_storage_is_refused():
     storage = StorageNamespace("m", "w", "float32", 2, (0, 1), (0, 1))
     with pytest.raises(StorageConfigError) as caught:
@@ -210,3 +200,85 @@ def test_keys_of_another_cache_are_refused_later_too():
         memory.tiers.storage = replace(memory.namespace, block_size=2)
     assert str(caught.value) == "storage has blocks of 2 tokens, but the cache of 1"
     assert memory.tiers.storage == memory.namespace
+
+
+# Another namespace
+
+
+def test_blocks_kept_over_new_weights_have_new_keys():
+    memory = TierMemory(2, 2, storage=True)
+    memory.demote([1], b"kept")
+    memory.reset(keep=[b"kept"])
+    memory.tiers.prefetch([1, 2], b"kept")
+    assert memory.tiers.storage is not None
+    assert memory.tiers.storage != memory.namespace
+    keys = memory.tiers.storage.block_keys([1, 2], b"kept")
+    assert memory.one_of(OpKind.LOOKUP).keys == tuple(keys[1:])
+
+
+@pytest.mark.parametrize("write", get_args(WritePolicy))
+def test_what_is_kept_is_stored_under_its_new_keys(write):
+    tokens = [1, 2, 3, 4]
+    memory = TierMemory(6, 6, write, storage=True)
+    memory.demote(tokens[:2], b"kept")
+    memory.serve(tokens[:3], b"kept")
+    memory.serve([1, 2], b"other")
+    memory.reset(keep=[b"kept"])
+    memory.storage.clear()
+    lease = memory.start(tokens, b"kept")
+    memory.settle()
+    memory.compute(lease, tokens, b"kept")
+    parked = memory.tiers.park(lease, tokens, "storage")
+    assert parked is not None
+    memory.settle()
+    assert parked.saved and not parked.runs  # the host may drop all of it
+    namespace = memory.tiers.storage
+    assert namespace is not None
+    keys = namespace.block_keys(tokens, b"kept")
+    assert memory.storage == {
+        key: (b"kept", tuple(tokens[:end])) for end, key in enumerate(keys, 1)
+    }
+
+
+def test_what_is_kept_stays_on_the_host_until_it_is_stored_anew():
+    memory = TierMemory(2, 2, "through", storage=True)
+    memory.serve([1, 2], b"kept")
+    memory.reset(keep=[b"kept"])
+    lease = memory.start([1, 2], b"kept")
+    parked = memory.tiers.park(lease, [1, 2], "storage")
+    assert parked is not None and parked.saved
+    storing = memory.one(OpKind.HOST_TO_STORAGE)
+    memory.finish(storing, [True, False])
+    memory.manager.check()
+    assert memory.stats.stored_blocks == 3
+    assert memory.drop_order() == []  # storage lacks a block of the copy
+    memory.tiers.unpark(parked)
+    assert memory.drop_order() == [(b"kept", (1, 2)), (b"kept", (1,))]
+
+
+@pytest.mark.parametrize("write", get_args(WritePolicy))
+def test_storage_that_comes_later_gets_what_the_host_has(write):
+    memory = TierMemory(3, 3, write)
+    memory.demote([1, 2, 3])
+    memory.start([1, 2])  # with a move to the device under way, if the policy moves
+    memory.tiers.storage = memory.namespace
+    memory.settle()
+    keys = memory.namespace.block_keys([1, 2, 3])
+    on_host = memory.residency([1, 2, 3])
+    expected = {
+        key: (b"", (1, 2, 3)[: end + 1])
+        for end, (key, letter) in enumerate(zip(keys, on_host, strict=True))
+        if letter in "bh"
+    }
+    assert memory.storage == expected and expected
+
+
+def test_the_same_namespace_again_changes_nothing():
+    memory = TierMemory(2, 2, "through", storage=True, record_events=True)
+    memory.serve([1, 2])
+    memory.manager.take_events()
+    memory.tiers.storage = memory.namespace
+    assert memory.take() == [] and memory.manager.take_events() is None
+    lease = memory.start([1, 2])
+    parked = memory.tiers.park(lease, [1, 2], "storage")
+    assert parked is not None and parked.saved and not parked.runs
