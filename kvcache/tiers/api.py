@@ -89,7 +89,8 @@ class Tiers:
         """Namespace of the blocks in storage, or None without storage.
 
         After `CacheManager.reset` for new weights, set it to one with another ``weights_revision``.
-        Operations write to it what the host has then: the namespaces that the reset kept.
+        Operations write to it what the host has then: the namespaces that the reset kept. Open
+        operations with the former one are cancelled: see `take_cancelled`.
 
         Raises:
             StorageConfigError: if it is not a StorageNamespace, or has another block size.
@@ -111,6 +112,8 @@ class Tiers:
                 )
         if namespace == self.storage:
             return
+        self.state.operations.cancel_storage()
+        self.state.recency.reset()
         self.state.tree.keys = None if namespace is None else StorageKeyCache(namespace)
         if self.state.events is not None:
             self.state.events.forget_storage()

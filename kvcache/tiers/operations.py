@@ -200,6 +200,12 @@ class Operations:
         for op_id in reversed(list(self._open)):
             self.cancel(op_id)
 
+    def cancel_storage(self) -> None:
+        """Cancel every operation that has storage keys."""
+        for op_id, (operation, _) in list(self._open.items()):
+            if operation.keys:
+                self.cancel(op_id)
+
     def _end(self, op_id: OpId, ok: Sequence[bool], *, fenced: bool) -> None:
         _, handler = self._open.pop(op_id)
         handler.on_result(ok)

@@ -47,6 +47,7 @@ class RequestTransfers:
         does not apply to a parked request.
         """
         request.prefetch_is_put_off = False
+        request.fetches_after = None
         if self.tiers.storage is None:
             return
         self._fetching = {path: one for path, one in self._fetching.items() if not one.done}

@@ -282,3 +282,42 @@ def test_the_same_namespace_again_changes_nothing():
     lease = memory.start([1, 2])
     parked = memory.tiers.park(lease, [1, 2], "storage")
     assert parked is not None and parked.saved and not parked.runs
+
+
+def queue(memory: TierMemory, kind: OpKind) -> None:
+    """Let a cache that has nothing queue an operation with storage, which has a block."""
+    if kind is OpKind.HOST_TO_STORAGE:
+        memory.serve_without_copies([1])
+        memory.finish(memory.one(OpKind.DEVICE_TO_HOST))
+        return
+    [key] = memory.namespace.block_keys([1])
+    memory.storage[key] = (b"", (1,))
+    assert memory.tiers.prefetch([1]) is not None
+    if kind is OpKind.STORAGE_TO_HOST:
+        memory.finish(memory.one(OpKind.LOOKUP))
+
+
+@pytest.mark.parametrize("kind", [OpKind.HOST_TO_STORAGE, OpKind.LOOKUP, OpKind.STORAGE_TO_HOST])
+@pytest.mark.parametrize("has_other", [True, False])
+@pytest.mark.parametrize("is_dispatched", [True, False])
+def test_operations_with_another_namespace_have_no_effect(kind, has_other, is_dispatched):
+    memory = TierMemory(2, 2, "through", storage=True, record_events=True)
+    queue(memory, kind)
+    flight = [memory.one(kind)] if is_dispatched else []
+    before = memory.hit([1]), memory.stats.host_cached_blocks, memory.stats.stored_blocks
+    memory.tiers.take_used()
+    other = replace(memory.namespace, weights_revision="other") if has_other else None
+    memory.tiers.storage = other
+    memory.manager.check()
+    assert memory.tiers.take_cancelled() == [operation.id for operation in flight]
+    memory.manager.take_events()
+    for operation in flight:
+        assert not memory.finish(operation)
+        memory.manager.check()
+    assert memory.manager.take_events() is None
+    assert (memory.hit([1]), memory.stats.host_cached_blocks, memory.stats.stored_blocks) == before
+    # What the host has is stored in the other one, and nothing else goes on.
+    stores = other is not None and kind is OpKind.HOST_TO_STORAGE
+    assert set(memory.tiers.take_used()) <= set(other.block_keys([1]) if other else ())
+    assert [operation.kind for operation in memory.take()] == [kind] * stores
+    memory.settle()

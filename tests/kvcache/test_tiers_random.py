@@ -88,7 +88,9 @@ class World:
             self.finish: 40,
             self.fence: 6,
             self.reset: 0.8,
+            self.rename: 0.8,
         }
+        self.has_storage = self.tiers.storage is not None
 
     def run(self) -> None:
         actions, weights = list(self.actions), list(self.actions.values())
@@ -230,6 +232,12 @@ class World:
             while self.waiting:
                 self.unpark()
 
+    def rename(self) -> None:
+        if self.tiers.storage is not None and self.random.random() < 0.3:
+            self.tiers.storage = None
+        elif self.has_storage:
+            self.memory.rename()
+
     # Copies
 
     def take(self) -> None:
@@ -307,6 +315,11 @@ class World:
         assert tiers.open_operations == tiers.quarantined_operations == tiers.parked == 0
         assert tiers.host_free_blocks + tiers.host_cached_blocks == tiers.host_blocks
         assert self.tiers.state.host.available == tiers.host_blocks
+        if self.has_storage:  # and now nothing fails
+            self.memory.storage.clear()
+            self.memory.rename()
+            self.memory.settle()
+            assert {*self.memory.drop_order()} <= {*self.memory.storage.values()}
 
 
 @pytest.mark.parametrize("group", range(NUM_GROUPS))

@@ -58,6 +58,7 @@ class TierMemory:
         self.host: dict[int, Tag] = {}
         self.storage: dict[bytes, Tag] = {}
         self.weights: Counter[bytes] = Counter()  # how often those of a namespace changed
+        self.renames = 0  # changes of the namespace of storage alone
         self.kinds: Counter[OpKind] = Counter()  # operations, so far
         self.flight: dict[OpId, tuple[Operation, list[Tag]]] = {}
         self.unfenced: dict[OpId, tuple[Operation, list[bool]]] = {}
@@ -188,8 +189,16 @@ class TierMemory:
         changed = {b"", *self.weights} - set(keep)
         self.weights.update(changed)
         if self.tiers.storage is not None:
-            revision = str(self.weights.total())
-            self.tiers.storage = replace(self.namespace, weights_revision=revision)
+            self._name_weights()
+
+    def rename(self) -> None:
+        """Use other keys for the same KV, or storage again."""
+        self.renames += 1
+        self._name_weights()
+
+    def _name_weights(self) -> None:
+        revision = f"{self.weights.total()}.{self.renames}"
+        self.tiers.storage = replace(self.namespace, weights_revision=revision)
 
     def serve(self, tokens: Sequence[int], namespace: bytes = b"") -> None:
         """Run a whole request with every copy it needs. Its whole blocks stay cached."""

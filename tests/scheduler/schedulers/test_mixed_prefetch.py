@@ -8,7 +8,7 @@ from radixkv.scheduler.request import RequestStatus
 
 from .copier import Memories, held_when
 from .harness import chunks
-from .tier_harness import TierHarness, alone
+from .tier_harness import TierHarness, alone, storage_namespace
 
 PROMPT = list(range(10, 19))
 """Four blocks of 2, and a token."""
@@ -84,6 +84,20 @@ def test_a_prefetch_is_cancelled_when_its_request_is_aborted(num_steps):
     assert harness.scheduler.abort(again.request_id)
     assert again.prefetch is None and not harness.scheduler.has_work
     harness.drain()
+
+
+@pytest.mark.parametrize("num_steps", range(4))
+@pytest.mark.parametrize("has_other", [True, False])
+def test_requests_that_fetch_or_wait_for_it_go_on_with_another_storage(num_steps, has_other):
+    harness = TierHarness(16, 2, storage=True, memories=stored())
+    requests = [harness.submit([*PROMPT, i], name=str(i)) for i in range(3)]
+    for _ in range(num_steps):
+        harness.step()
+    assert harness.manager.tiers is not None
+    harness.manager.tiers.storage = storage_namespace(2, "other") if has_other else None
+    harness.drain()
+    for request in requests:
+        assert request.output_tokens == alone(harness, request)
 
 
 def test_without_prefix_cache_nothing_is_fetched():

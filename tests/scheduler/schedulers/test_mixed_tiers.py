@@ -13,7 +13,7 @@ from radixkv.scheduler.request import Request, RequestStatus
 
 from .copier import Fate, held_when
 from .harness import chunks, names
-from .tier_harness import TierHarness, alone
+from .tier_harness import TierHarness, alone, pressed, storage_namespace
 
 PROMPT = list(range(10, 19))
 """Four blocks of 2, and a token."""
@@ -263,3 +263,17 @@ def test_hits_of_a_request_preempted_before_it_began_are_counted():
     assert loads.num_preemptions == 1
     counted = stats.hit_tokens + stats.host_hit_tokens + stats.prefill_tokens
     assert counted == grows.num_prompt_tokens + loads.num_prompt_tokens
+
+
+@pytest.mark.parametrize("num_steps", range(12))
+@pytest.mark.parametrize("kinds", [(), (OpKind.HOST_TO_STORAGE,), tuple(OpKind)])
+def test_requests_parked_in_storage_resume_with_another_storage(num_steps, kinds):
+    harness = pressed(preempt="storage", storage=True, host=HostConfig(16, "through"))
+    harness.copier.fate = held_when(*kinds)
+    for _ in range(num_steps):
+        harness.step()
+    assert harness.manager.tiers is not None
+    harness.manager.tiers.storage = storage_namespace(2, "other")
+    harness.drain()
+    for request in harness.requests:
+        assert request.output_tokens == alone(harness, request)
