@@ -213,7 +213,7 @@ class EventRecorder:
         """
         return [self._host_run(node, blocks) for node, blocks in copies]
 
-    def stored(self, runs: Sequence[_Run], ok: Sequence[bool]) -> None:
+    def stored(self, runs: Sequence[_Run], ok: Sequence[bool | None]) -> None:
         """Record the result of a write to storage, block by block."""
         place = 0
         for run in runs:
@@ -223,16 +223,17 @@ class EventRecorder:
         hashes = [each for run in runs for each in run.hashes]
         self._bound_stored([*compress(hashes, ok)])
 
-    def looked_up(self, namespace: bytes, path: bytes, ok: Sequence[bool]) -> None:
+    def looked_up(self, namespace: bytes, path: bytes, ok: Sequence[bool | None]) -> None:
         """Record which of the last blocks of a path storage has; path is bytes of int32.
 
-        Those after the first one that is missing cannot be found.
+        Those after the first one that is missing cannot be found. None is no answer.
         """
         run = self._name(namespace, 0, path)
         first = len(run.hashes) - len(ok)
         num_found = next((place for place, good in enumerate(ok) if not good), len(ok))
         asked = zip(run.hashes[first:], ok, strict=True)
-        self._forget_stored([each for each, good in asked if not good and each in self._stored])
+        missing = [each for each, good in asked if good is not None and not good]
+        self._forget_stored([each for each in missing if each in self._stored])
         self._learn_stored(self._part(run, first, first + num_found), [True] * num_found)
         self._bound_stored(run.hashes[first : first + num_found])
 
@@ -240,7 +241,7 @@ class EventRecorder:
         """Record that the blocks in storage cannot be found any more: its namespace changed."""
         self._forget_stored(sorted(self._stored))
 
-    def _learn_stored(self, run: _Run, ok: Sequence[bool]) -> None:
+    def _learn_stored(self, run: _Run, ok: Sequence[bool | None]) -> None:
         new = [good and each not in self._stored for each, good in zip(run.hashes, ok, strict=True)]
         self._stored.update((each, None) for each, good in zip(run.hashes, ok, strict=True) if good)
         for first, last in _stretches(new):
@@ -352,7 +353,7 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=HASH_BYTES).digest(), "little") or 1
 
 
-def _stretches(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+def _stretches(flags: Sequence[bool | None]) -> Iterator[tuple[int, int]]:
     """Yield first and end of each longest stretch of true flags."""
     first = None
     for place, flag in enumerate([*flags, False]):

@@ -44,13 +44,14 @@ class OperationResult:
 
     Attributes:
         op_id: id of the operation.
-        ok: for each block, whether it was copied.
+        ok: for each block, whether it was copied or, for a lookup, found; None if storage did not
+            answer.
         fenced: whether its blocks are no longer in use; if False, `TierDriver.fenced` returns the
             id later.
     """
 
     op_id: OpId
-    ok: tuple[bool, ...]
+    ok: tuple[bool | None, ...]
     fenced: bool
 
 
@@ -97,7 +98,7 @@ class InFlightOperation:
 
     Attributes:
         deadline: deadline by the driver's clock; storage keeps its own deadlines.
-        ok: for each block, whether it was copied.
+        ok: for each block, its result so far.
         staged: pieces that were read and are not written yet.
         copied: number of copied blocks, without blocks that storage already had.
         writes: number of pieces that the staging writer has not reported.
@@ -107,7 +108,7 @@ class InFlightOperation:
 
     operation: Operation
     deadline: float
-    ok: list[bool]
+    ok: list[bool | None]
     staged: list[StagedPiece] = field(default_factory=list)
     copied: int = 0
     writes: int = 0
@@ -147,10 +148,11 @@ class InFlightTable:
         return bool(self._results or self._fenced)
 
     def add(self, operation: Operation, deadline: float) -> InFlightOperation:
-        """Add an operation; no block is copied yet."""
+        """Add an operation; no block is copied yet, and storage has answered nothing."""
         is_new = operation.id not in self.open and operation.id not in self.unfenced
         assert is_new, f"operation {operation.id} came twice"
-        entry = InFlightOperation(operation, deadline, [False] * operation.num_blocks)
+        nothing = None if operation.kind is OpKind.LOOKUP else False
+        entry = InFlightOperation(operation, deadline, [nothing] * operation.num_blocks)
         self.open[operation.id] = entry
         return entry
 

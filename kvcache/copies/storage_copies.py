@@ -10,8 +10,8 @@ from ..tokens import Int32Array
 from .host_arrays import HostArrays
 from .in_flight import InFlightOperation, InFlightTable, Outcome
 
-_GOOD = (Status.STORED, Status.EXISTS, Status.LOADED, Status.FOUND)
-_ANSWERED = (*_GOOD, Status.MISSING)  # a lookup succeeds if it finds that a block is missing
+_GOOD = (Status.STORED, Status.EXISTS, Status.LOADED)
+_ANSWERS = {Status.FOUND: True, Status.MISSING: False}  # of a lookup
 _COPIED = (Status.STORED, Status.LOADED)
 # Statuses that do not show whether storage answers, by the kinds that requests wait for. A load may
 # fail because of one bad value. A lookup fails only if storage fails, be it by a time limit of the
@@ -117,11 +117,15 @@ class StorageCopies:
         kind = entry.operation.kind
         if kind in _INCONCLUSIVE and (conclusive := {*statuses} - _INCONCLUSIVE[kind]):
             self._hangs = conclusive <= _UNANSWERED
-        entry.ok = [status in _GOOD for status in statuses]
+        if kind is OpKind.LOOKUP:
+            entry.ok = [_ANSWERS.get(status) for status in statuses]
+            is_done = None not in entry.ok
+        else:
+            entry.ok = [status in _GOOD for status in statuses]
+            is_done = all(entry.ok)
         entry.copied = sum(status in _COPIED for status in statuses)
         outcome = next((_OUTCOMES[each] for each in statuses if each in _OUTCOMES), Outcome.FAILED)
-        good = _ANSWERED if kind is OpKind.LOOKUP else _GOOD
-        outcome = Outcome.DONE if all(status in good for status in statuses) else outcome
+        outcome = Outcome.DONE if is_done else outcome
         self._table.end(entry, outcome, fenced=False)  # `collect` fences it
 
     def _rows(self, block_ids: Int32Array) -> list[Block]:

@@ -141,12 +141,13 @@ class Tiers:
         """
         return self.state.operations.take_cancelled()
 
-    def complete(self, op_id: OpId, ok: Sequence[bool], *, fenced: bool = True) -> bool:
+    def complete(self, op_id: OpId, ok: Sequence[bool | None], *, fenced: bool = True) -> bool:
         """Report the result of a dispatched operation.
 
         Args:
             op_id: the operation.
-            ok: for each block, whether it was copied completely.
+            ok: for each block, whether it was copied completely or, for a lookup, found; None if
+                storage did not answer.
             fenced: whether nothing uses the blocks any more. If False, call `fence` later.
 
         Returns:

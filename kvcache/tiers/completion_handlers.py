@@ -10,7 +10,7 @@ from .operations import CompletionHandler, OpKind
 from .state import TierState
 
 
-def leading(ok: Sequence[bool]) -> int:
+def leading(ok: Sequence[bool | None]) -> int:
     """Count the results before the first failure."""
     for place, good in enumerate(ok):
         if not good:
@@ -39,7 +39,7 @@ class OffloadCompletion(CompletionHandler):
         self._order = order
         self.runs = state.host.hold(runs)
 
-    def on_result(self, ok: Sequence[bool]) -> None:
+    def on_result(self, ok: Sequence[bool | None]) -> None:
         """See CompletionHandler."""
         state, runs = self._state, self.runs
         arrived = []
@@ -70,7 +70,7 @@ class StoreCompletion(CompletionHandler):
         # The nodes may be gone when the copy ends.
         self._to_report = [] if state.events is None else state.events.storing(copies)
 
-    def on_result(self, ok: Sequence[bool]) -> None:
+    def on_result(self, ok: Sequence[bool | None]) -> None:
         """See CompletionHandler."""
         if self._state.events is not None:
             self._state.events.stored(self._to_report, ok)
@@ -79,9 +79,10 @@ class StoreCompletion(CompletionHandler):
             after = place + run.num_blocks
             run.stored = all(ok[place:after])
             place = after
-        self._state.stored_blocks += sum(ok)
+        num_stored = sum(map(bool, ok))
+        self._state.stored_blocks += num_stored
         ends = [run.node for run in self.runs if run.node is not None]
-        self._state.recency.record_store(ends, sum(ok))
+        self._state.recency.record_store(ends, num_stored)
 
     def on_fence(self) -> None:
         """See CompletionHandler."""

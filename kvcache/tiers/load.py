@@ -60,7 +60,7 @@ class LoadCompletion(CompletionHandler):
         self._num_good = 0
         self._tail_tokens = 0
 
-    def on_result(self, ok: Sequence[bool]) -> None:
+    def on_result(self, ok: Sequence[bool | None]) -> None:
         """See CompletionHandler."""
         self._num_good = leading(ok)
         if self.plan.tail_tokens and self._num_good == len(ok):

@@ -38,7 +38,8 @@ class OpKind(enum.Enum):
     STORAGE_TO_HOST = "storage to host"
     DEVICE_TO_DEVICE = "device to device"
     LOOKUP = "look up in storage"
-    """Copies nothing: the result of each block tells whether storage has its key."""
+    """Copies nothing: the result of each block tells whether storage has its key. None is no
+    answer: it counts as a miss, and as no news of storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,9 @@ class CompletionHandler:
 
     runs: list[HostRun]
 
-    def on_result(self, ok: Sequence[bool]) -> None:
-        """Apply the result of each block. Called once, before `on_fence`."""
+    def on_result(self, ok: Sequence[bool | None]) -> None:
+        """Apply the result of each block, None if it is unknown. Called once, before `on_fence`."""
         raise NotImplementedError
-
-    def on_cancel(self) -> None:
-        """Prepare for a cancellation: `on_result` follows, with a failure of each block."""
 
     def on_fence(self) -> None:
         """Return the blocks that were not written. Called once, after `on_result`."""
@@ -160,7 +158,7 @@ class Operations:
         cancelled, self._cancelled = self._cancelled, []
         return cancelled
 
-    def complete(self, op_id: OpId, ok: Sequence[bool], *, fenced: bool) -> bool:
+    def complete(self, op_id: OpId, ok: Sequence[bool | None], *, fenced: bool) -> bool:
         """Report the result of a dispatched operation; False if it has one, or was never taken.
 
         Raises:
@@ -185,15 +183,14 @@ class Operations:
         return False
 
     def cancel(self, op_id: OpId) -> None:
-        """End an operation as failed, unless it has a result."""
+        """End an operation with unknown results, unless it has a result."""
         if op_id not in self._open:
             return
-        operation, handler = self._open[op_id]
-        handler.on_cancel()
+        operation, _ = self._open[op_id]
         dispatched = self._queued.pop(op_id, None) is None
         if dispatched:
             self._cancelled.append(op_id)
-        self._end(op_id, [False] * operation.num_blocks, fenced=not dispatched)
+        self._end(op_id, [None] * operation.num_blocks, fenced=not dispatched)
 
     def cancel_all(self) -> None:
         """Cancel every operation, newest first, because new ones depend on older ones."""
@@ -206,7 +203,7 @@ class Operations:
             if operation.keys:
                 self.cancel(op_id)
 
-    def _end(self, op_id: OpId, ok: Sequence[bool], *, fenced: bool) -> None:
+    def _end(self, op_id: OpId, ok: Sequence[bool | None], *, fenced: bool) -> None:
         _, handler = self._open.pop(op_id)
         handler.on_result(ok)
         if fenced:

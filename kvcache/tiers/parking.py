@@ -26,7 +26,7 @@ class _ParkCompletion(OffloadCompletion):
         self._parked = parked
         self._lost_tail: int | None = None
 
-    def on_result(self, ok: Sequence[bool]) -> None:
+    def on_result(self, ok: Sequence[bool | None]) -> None:
         """See CompletionHandler."""
         parked = self._parked
         parked.op_id = None

@@ -50,7 +50,7 @@ class Prefetch:
         self._namespace = namespace
         self._keys = keys
 
-    def record(self, ok: Sequence[bool]) -> None:
+    def record(self, ok: Sequence[bool | None]) -> None:
         """Record which of the blocks that were looked up storage has."""
         if self._state.events is not None:
             self._state.events.looked_up(self._namespace, self._tokens, ok)
@@ -84,17 +84,11 @@ class _LookupCompletion(CompletionHandler):
     def __init__(self, prefetch: Prefetch) -> None:
         self._prefetch = prefetch
         self.runs = prefetch.runs
-        self._is_cancelled = False
 
-    def on_cancel(self) -> None:
-        """See CompletionHandler. Nothing is known of storage then."""
-        self._is_cancelled = True
-
-    def on_result(self, ok: Sequence[bool]) -> None:
+    def on_result(self, ok: Sequence[bool | None]) -> None:
         """See CompletionHandler."""
         self.runs = []  # the load holds them now
-        if not self._is_cancelled:
-            self._prefetch.record(ok)
+        self._prefetch.record(ok)
         self._prefetch.load(leading(ok))
 
     def on_fence(self) -> None:
@@ -124,7 +118,7 @@ class _FetchCompletion(CompletionHandler):
         self._ids = ids
         self._keys = keys
 
-    def on_result(self, ok: Sequence[bool]) -> None:
+    def on_result(self, ok: Sequence[bool | None]) -> None:
         """See CompletionHandler."""
         state, good = self._state, leading(ok)
         loaded, self._ids = self._ids[:good], self._ids[good:]

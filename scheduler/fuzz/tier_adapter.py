@@ -239,7 +239,7 @@ class TierAdapter(CacheAdapter):
         """Take the ids of operations that were cancelled."""
         return [int(copy) for copy in self.tiers.take_cancelled()]
 
-    def complete(self, copy: int, ok: Sequence[bool], fenced: bool) -> bool:
+    def complete(self, copy: int, ok: Sequence[bool | None], fenced: bool) -> bool:
         """Report the result of an operation."""
         self.publisher = self._loading.get(copy, "")
         return bool(self.tiers.complete(copy, ok, fenced=fenced))

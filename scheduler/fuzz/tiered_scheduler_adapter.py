@@ -55,7 +55,7 @@ class TieredMixedAdapter(MixedAdapter):
         """Take the ids of cancelled operations."""
         return [int(op_id) for op_id in self.tiers.take_cancelled()]
 
-    def complete(self, copy: int, ok: Sequence[bool], fenced: bool) -> bool:
+    def complete(self, copy: int, ok: Sequence[bool | None], fenced: bool) -> bool:
         """Report the result of an operation."""
         return self.tiers.complete(OpId(copy), ok, fenced=fenced)
 

@@ -117,7 +117,7 @@ class TieredScheduler(Scheduler, Protocol):
     def take_cancelled(self) -> Sequence[int]:
         """Return the ids of taken copies that were cancelled."""
 
-    def complete(self, copy: int, ok: Sequence[bool], fenced: bool) -> bool:
+    def complete(self, copy: int, ok: Sequence[bool | None], fenced: bool) -> bool:
         """Report the result of a copy for each block; False if it has one already."""
 
     def fence(self, copy: int) -> bool:

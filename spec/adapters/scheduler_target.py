@@ -76,7 +76,7 @@ class SchedulerTarget:
     available: Callable[[], int]
     take: Callable[[], list[Copy]]
     take_cancelled: Callable[[], list[int]]
-    complete: Callable[[int, Sequence[bool], bool], bool]
+    complete: Callable[[int, Sequence[bool | None], bool], bool]
     fence: Callable[[int], bool]
     keys: Callable[[Sequence[int], bytes], list[bytes]]
     num_cached: Callable[[str], int]

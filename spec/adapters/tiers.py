@@ -92,8 +92,12 @@ class TierManager(Manager, Protocol):
     def used(self) -> Sequence[bytes]:
         """Return the storage keys used since the last call, to refresh their recency."""
 
-    def complete(self, copy: int, ok: Sequence[bool], fenced: bool) -> bool:
-        """Report the result of an operation; False if it has one already."""
+    def complete(self, copy: int, ok: Sequence[bool | None], fenced: bool) -> bool:
+        """Report the result of an operation; False if it has one already.
+
+        A lookup that storage has not answered has the result None for each block. It is a miss,
+        but what was known of storage stays known.
+        """
 
     def fence(self, copy: int) -> bool:
         """Report that an operation can no longer touch its blocks; False if that is known."""

@@ -170,6 +170,32 @@ def test_a_lookup_tells_what_storage_has(ok: list[bool]) -> None:
     assert media == ["STORAGE"] * sum(ok)
 
 
+@pytest.mark.parametrize(
+    ("ok", "lost"),
+    [
+        ([None, None, None], []),
+        ([True, None, None], []),
+        ([True, None, False], [2]),
+        ([False, None, None], [0]),
+        ([None, True, False], [2]),
+    ],
+)
+def test_what_storage_does_not_answer_is_as_before(ok: list[bool | None], lost: list[int]) -> None:
+    manager = CacheManager(3, 2, host=HostConfig(3), storage=STORAGE, record_events=True)
+    assert manager.tiers is not None
+    tokens = [1, 2, 3, 4, 5, 6]
+    names = hash_blocks(np.array(tokens, np.int32), 2)
+    for results in ([True] * 3, ok):
+        taken(manager)
+        prefetch = manager.tiers.prefetch(tokens)
+        assert prefetch is not None
+        [lookup] = manager.tiers.take_operations()
+        assert manager.tiers.complete(lookup.id, results)
+        manager.tiers.cancel(prefetch)  # what it found is not loaded
+    removed = [BlockRemoved("STORAGE", tuple(names[place] for place in lost))] if lost else []
+    assert taken(manager) == removed
+
+
 @pytest.mark.parametrize("num_before", [0, 1, 2])
 def test_blocks_from_storage_come_after_those_that_were_there(num_before: int) -> None:
     manager = CacheManager(4, 2, host=HostConfig(4), storage=STORAGE, record_events=True)

@@ -19,7 +19,7 @@ class Record(CompletionHandler):
         self.name = name
         self.events = events
 
-    def on_result(self, ok: Sequence[bool]) -> None:
+    def on_result(self, ok: Sequence[bool | None]) -> None:
         self.events.append(f"{self.name} {''.join('+' if good else '-' for good in ok)}")
 
     def on_fence(self) -> None:

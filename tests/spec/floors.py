@@ -200,6 +200,7 @@ TIERED_SCHEDULER_FLOORS: Final = {
 """Per 200,000 random steps on a scheduler over tiers that makes every promise."""
 
 TIER_FLOORS: Final = {
+    "a lookup is not answered": 200,
     "admitted": 23_000,
     "admitted with an old match": 1_300,
     "batch that needs blocks": 35,

@@ -181,6 +181,30 @@ def test_a_load_that_ends_late_has_not_moved_what_another_moves_again() -> None:
     assert replay(subject(), config, trace) is None
 
 
+def test_a_lookup_without_an_answer_is_no_news_of_storage() -> None:
+    config = {**CONFIG, "num_blocks": 2}  # it reports events
+    ask: Trace = [["prefetch", "r1"], ["take"]]
+    trace: Trace = [
+        ["submit", "r1", [0, 3], 0, 0],
+        ["elsewhere", "r1", 1],
+        *ask,
+        ["result", "lookup1", [], 1],
+        ["cancel", "r1"],
+        *ask,
+        ["result", "lookup1", [-1], 1],
+        *ask,
+        ["result", "lookup1", [0], 1],
+        ["drain"],
+    ]
+    world = subject().world(dict(config))
+    assert all([world.apply(operation) for operation in trace])
+    assert world.situations["a lookup is not answered"] == 1
+    miss = bug("miss", "events.py", ("if good is not None and not good]", "if not good]"),
+               world="tiers")  # fmt: skip
+    finding = replay(subject_of(miss, "full"), config, trace)
+    assert finding is not None and finding.rule.name == "K1 consumer-equals-manager"
+
+
 def test_a_prefetch_that_was_cancelled_holds_nothing() -> None:
     config = {**CONFIG, "num_blocks": 3, "block_size": 3, "max_running": 1, "host_blocks": 1,
               "write": "exclusive"}  # fmt: skip

@@ -32,6 +32,7 @@ def result(world: TierState, name: str, bad: list[int], fenced: int) -> bool:
             flight.op, counts, answer)  # fmt: skip
     world.tiers.counts["late_completions"] += not counts
     world.situations[f"{'done' if all(ok) else 'failed'}: {kind}"] += 1
+    world.situations["a lookup is not answered"] += None in ok
     if not (is_fenced or all(ok)):
         world.situations[f"failed, and not fenced: {kind}"] += 1
     _ended(world, flight, result=counts, fenced=is_fenced)
@@ -86,7 +87,7 @@ def _end_out(world: TierState, flight: Flight) -> None:
     before, model = world.step.before, world.tiers
     copies = zip(flight.tags, flight.copy.destinations, flight.ok, strict=True)
     # The others are a tail, or no request waits for them.
-    results = {tag: ok for tag, block, ok in copies if before.offloading.get(tag) == block}
+    results = {tag: bool(ok) for tag, block, ok in copies if before.offloading.get(tag) == block}
     world.step.end_out(results, world.prefixes)
     if world.config["storage"]:
         for tag in (model.now.host.keys() - before.host.keys()).intersection(flight.tags):
@@ -102,7 +103,7 @@ def _end_saving(world: TierState, flight: Flight) -> None:
         parked.writers.remove(flight.copy.id)
         parked.failed |= not parked.blocks.isdisjoint(flight.bad_blocks())
         if name == flight.owner and parked.num_tokens % world.block_size:
-            parked.keeps_tail = flight.ok[-1]
+            parked.keeps_tail = bool(flight.ok[-1])
         if not parked.writers:
             world.situations["parked, and failed" if parked.failed else "parked"] += 1
 
@@ -130,7 +131,7 @@ def _end_in(world: TierState, flight: Flight) -> None:
     world.situations["loaded" if all(flight.ok) else "loaded in part"] += 1
     if load.tail and load.num_host:
         world.situations["tail and block in one load"] += 1
-        hole = num_good < load.num_host and flight.ok[-1]
+        hole = num_good < load.num_host and bool(flight.ok[-1])
         world.situations["tail loaded, and a block before it failed"] += hole
 
 
@@ -146,8 +147,9 @@ def _check_source(world: TierState, flight: Flight) -> None:
 def _store(world: TierState, flight: Flight) -> None:
     """Record what was stored, and the use of it and of what is before it."""
     model, copy, ok = world.tiers, flight.copy, flight.ok
-    model.counts["stored_blocks"] += sum(ok)
-    model.uses.now += sum(ok)
+    num_stored = sum(map(bool, ok))
+    model.counts["stored_blocks"] += num_stored
+    model.uses.now += num_stored
     world.storage_law.store(tag for tag, good in zip(flight.tags, ok, strict=True) if good)
     copies = zip(flight.tags, copy.sources, ok, strict=True)
     left = {tag: good for tag, block, good in copies if model.now.host.get(tag) == block}

@@ -23,15 +23,19 @@ Content: TypeAlias = list[Tag]
 MOVES: Final = ("out", "in", "fork")
 FROM_DEVICE: Final = ("out", "fork")
 TO_DEVICE: Final = ("in", "fork")
+UNANSWERED: Final = -1
+"""In place of a bad block: storage does not answer a lookup."""
 
 
-def leading(ok: Sequence[bool]) -> int:
+def leading(ok: Sequence[bool | None]) -> int:
     """Number of good results before the first bad one."""
     return next((place for place, good in enumerate(ok) if not good), len(ok))
 
 
-def results(copy: Copy, bad: Sequence[int]) -> list[bool]:
+def results(copy: Copy, bad: Sequence[int]) -> list[bool | None]:
     """The result of an operation of which some blocks fail."""
+    if copy.kind == "lookup" and UNANSWERED in bad:
+        return [None] * copy.num_blocks
     return [place not in bad for place in range(copy.num_blocks)]
 
 
@@ -57,7 +61,7 @@ class Flight:
     owner: str = ""
     is_detached: bool = False
     old: bool = False
-    ok: list[bool] = field(default_factory=list)
+    ok: list[bool | None] = field(default_factory=list)
     evicted: set[Tag] = field(default_factory=set)
 
     @property
@@ -83,7 +87,7 @@ class Flight:
     def bad_blocks(self) -> list[int]:
         """Destinations that may still be written."""
         blocks = self.copy.destinations
-        ok = self.ok if self.has_result else [False] * len(blocks)
+        ok = self.ok if self.has_result else [None] * len(blocks)
         return [block for block, good in zip(blocks, ok, strict=False) if not good]
 
 
@@ -151,7 +155,7 @@ class Executor:
             found.append(f"{flight.kind}{numbers[flight.kind]}")
         return found
 
-    def end(self, flight: Flight, bad: Sequence[int]) -> list[bool]:
+    def end(self, flight: Flight, bad: Sequence[int]) -> list[bool | None]:
         """Let an operation take effect except for some blocks; return its results."""
         copy = flight.copy
         ok = results(copy, bad)

@@ -14,6 +14,7 @@ from ..engine import Below
 from ..operations import ALWAYS, Groups, Operation, Table, name_drawn, number
 from . import copies, requests, storage
 from .configuration import FEATURES
+from .executor import UNANSWERED
 from .state import TierState
 from .take import take
 
@@ -164,6 +165,8 @@ def bad(world: TierState, name: str, below: Below) -> list[int]:
     assert flight is not None, "an operation that is under way has a name"
     if not world.config["faults"] & FAULTS[flight.kind] or below(3) == 0:
         return []
+    if flight.kind == "lookup" and below(2):
+        return [UNANSWERED]
     num_blocks, load = flight.copy.num_blocks, world.tiers.loads.get(flight.owner)
     has_tail = load is not None and load.tail > 0
     if num_blocks > 1 and (has_tail or below(2)):  # a hole: what follows it arrives

@@ -112,8 +112,9 @@ class TierState(CacheState):
         """
         good = [key for key, is_good in zip(flight.copy.keys, flight.ok, strict=True) if is_good]
         if flight.kind == "lookup":
-            for key in {*flight.copy.keys} - {*good}:
-                self.told.pop(key, None)
+            for key, is_good in zip(flight.copy.keys, flight.ok, strict=True):
+                if is_good is False:
+                    self.told.pop(key, None)
             good = list(flight.copy.keys[: leading(flight.ok)])
         for key in reversed(good):
             self.told.pop(key, None)

@@ -63,7 +63,7 @@ class TestStorage:
         others = [bench.start(OpKind.LOOKUP, keys=KEYS[:2]) for _ in range(2)]
         stores = bench.start(OUT, [2], keys=KEYS[:1])
         assert [asked.kind.name for asked in storage.asked[1:]] == ["LOOKUP", "STORE"]
-        nothing = [OperationResult(other, (False, False), fenced=True) for other in others]
+        nothing = [OperationResult(other, (None, None), fenced=True) for other in others]
         assert bench.driver.poll() == nothing
         assert bench.driver.stats().operations[OpKind.LOOKUP, Outcome.NOT_ASKED] == 2
         storage.end(
@@ -160,6 +160,17 @@ class TestStorage:
         op_id = bench.start(OUT, [1], keys=KEYS[:1])
         assert bench.driver.poll() == [OperationResult(op_id, (False,), fenced=True)]
         assert bench.driver.stats().errors == {"RuntimeError": 1}
+
+    @pytest.mark.parametrize("is_closed", [True, False])
+    def test_a_lookup_without_an_answer_is_no_miss(self, bench, monkeypatch, storage, is_closed):
+        if is_closed:
+            monkeypatch.delattr(FakeStorage, "lookup")
+        op_id = bench.start(OpKind.LOOKUP, keys=KEYS[:2])
+        if not is_closed:
+            bench.driver.close()
+        assert bench.driver.poll() == [OperationResult(op_id, (None, None), fenced=is_closed)]
+        for asked in storage.asked:
+            asked.fenced = True
 
     def test_a_touch_reaches_storage_and_has_no_result(self, bench, storage):
         bench.driver.touch([])

@@ -229,14 +229,13 @@ TIER_EVENT_BUGS = (
     bug(
         "what storage has lost is not reported",
         EVENTS,
-        ("if not good and each in self._stored]", "if not good and not each]"),
+        ("in missing if each in self._stored]", "in missing if not each]"),
         world="tiers",
     ),
     bug(
         "a cancelled lookup counts as an answer of storage",
-        "tiers/prefetch.py",
-        ("        if not self._is_cancelled:\n            self._prefetch.record(ok)\n",
-         "        self._prefetch.record(ok)\n"),
+        EVENTS,
+        ("if good is not None and not good]", "if not good]"),
         world="tiers",
     ),
     bug(

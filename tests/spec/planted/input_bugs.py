@@ -143,11 +143,7 @@ TIER_INPUT_BUGS: Final = (
         (
             "        ends = [run.node for run in self.runs if run.node is not None]\n",
             "        ends = [run.node for run in self.runs if run.node is not None]\n"
-            "        stored = sum(ok)\n        ok.clear()\n",
-        ),
-        (
-            "        self._state.recency.record_store(ends, sum(ok))\n",
-            "        self._state.recency.record_store(ends, stored)\n",
+            "        ok.clear()\n",
         ),
         world="tiers",
     ),

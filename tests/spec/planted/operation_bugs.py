@@ -160,8 +160,8 @@ OPERATION_BUGS = (
         "the host source of a store is unpinned with its result, not with its fence",
         COMPLETIONS,
         (
-            "        self._state.stored_blocks += sum(ok)\n",
-            "        self._state.stored_blocks += sum(ok)\n"
+            "        self._state.stored_blocks += num_stored\n",
+            "        self._state.stored_blocks += num_stored\n"
             "        self._state.release_hold(self.runs)\n",
         ),
         world="tiers",

@@ -51,8 +51,8 @@ RECENCY_BUGS = (
     _bug(
         "stored blocks are not reported to storage, and keep the order of the writes",
         COMPLETIONS,
-        "        self._state.recency.record_store(ends, sum(ok))\n",
-        "        self._state.recency.record_store([], sum(ok))\n",
+        "        self._state.recency.record_store(ends, num_stored)\n",
+        "        self._state.recency.record_store([], num_stored)\n",
         seen_in="own, at first",
     ),
     _bug(
