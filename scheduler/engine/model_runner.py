@@ -154,12 +154,13 @@ class ModelRunner:
                 self._logprobs.warm_up(self._programs.logits)
                 rows, last_tokens = empty_rows(max_running), self._batch.state.last_tokens
                 self._adjustments.warm_up(self._programs.logits, rows, last_tokens)
-            tiers = manager.tiers
-            self._tiers = None if tiers is None else TierCopies(tiers, self.arrays, storage)
             self._copies: BlockCopies | None = None
             if samples:
                 size = min(_BLOCKS_PER_COPY, max_running)
                 self._copies = BlockCopies(self.arrays, size, ["copy"], min_blocks=size)
+            # Last, because it has threads: nobody would close them after an error.
+            tiers = manager.tiers
+            self._tiers = None if tiers is None else TierCopies(tiers, self.arrays, storage)
 
     def check_request(self, request: Request) -> None:
         """Check that the model can take a request.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ...kvcache import BlockArrays, HostArrays, TierDriver, Tiers
+from ...kvcache.cleanup import give_back
 from ...kvcache.copies.block_copies import BlockCopies
 from ...kvcache.storage import Storage
 from ..errors import EngineClosedError
@@ -21,7 +22,10 @@ class TierCopies:
     """Passes operations to the tier driver and completions to the manager, on one thread."""
 
     def __init__(self, tiers: Tiers, arrays: BlockArrays, storage: Storage | None) -> None:
-        """Allocate the host tier, start the threads and compile every copy program."""
+        """Allocate the host tier, start the threads and compile every copy program.
+
+        The caller closes it; if this raises, nothing is left to close.
+        """
         num_blocks = tiers.config.num_blocks
         most = min(_MAX_BLOCKS_PER_COPY, num_blocks, len(arrays.keys[0]) - 1)
         self._tiers = tiers
@@ -30,7 +34,11 @@ class TierCopies:
             storage,
             max_blocks_per_copy=1 << (most - 1).bit_length(),
         )
-        self._driver.warm_up(arrays)
+        try:
+            self._driver.warm_up(arrays)
+        except BaseException:
+            give_back(self._driver.close)
+            raise
         self._is_closed = False
 
     def replace_copies(self, make: Callable[[BlockCopies], BlockCopies]) -> None:

@@ -13,7 +13,6 @@ from ..engine import ModelRunner
 from ..handoff import CancelPull, DecodeFailed, Finished, Post, Preempted, Pull, Started, Timing
 from ..models import Model
 from ..policy import Policy
-from .kv_parts import KVParts
 from .kv_receiver import KVReceiver
 from .node import NodeEngine, PeerMessage, check_groups, check_revision
 from .transport import Event, PullFailed, PullInfo, Received, Transport
@@ -95,9 +94,18 @@ class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
             max_model_len=max_model_len,
             storage=storage,
         )
-        kv = KVParts(runner, "scatter", weights_revision, num_groups)
-        super().__init__(manager, scheduler, runner, transport, kv, now=now, on_events=on_events)
-        self._receiver = KVReceiver(kv, transport, timeout_s=timing.transfer_s)
+        super().__init__(
+            manager,
+            scheduler,
+            runner,
+            transport,
+            kind="scatter",
+            weights_revision=weights_revision,
+            num_groups=num_groups,
+            now=now,
+            on_events=on_events,
+        )
+        self._receiver = KVReceiver(self._kv, transport, timeout_s=timing.transfer_s)
 
     @property
     def num_open_handoffs(self) -> int:

@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from ...kvcache import CacheManager, EventBatch
+from ...kvcache.cleanup import give_back
+from ...kvcache.copies.block_copies import CopyKind
 from ...kvcache.storage import StorageNamespace
 from ...kvcache.tokens import as_count
 from ..decode import DecodeScheduler
@@ -23,6 +25,9 @@ from ..request import Request
 from ..step_plan import StepPlan
 from .kv_parts import KVParts
 from .transport import Event, PullInfo, Transport, TransportStats
+
+_CLOSE_S: Final = 5.0
+"""Longest wait for the threads of a node that could not be made. They have nothing to do."""
 
 
 class PeerMessage(NamedTuple):
@@ -102,19 +107,21 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         scheduler: SchedulerT,
         runner: ModelRunner,
         transport: Transport,
-        kv: KVParts,
         *,
+        kind: CopyKind,
+        weights_revision: str,
+        num_groups: int,
         now: float,
         on_events: Callable[[EventBatch], object] | None = None,
     ) -> None:
-        """Assemble a node.
+        """Assemble a node, and compile the copies of parts; if this raises, close the runner.
 
         Args:
             manager: the cache manager.
             scheduler: a scheduler over the manager.
             runner: a model runner over the manager.
             transport: polled and closed only by this node.
-            kv: the copies of parts from and to the runner's arrays.
+            kind, weights_revision, num_groups: see `KVParts`.
             now: current time; see `poll`.
             on_events: takes the KV events after each poll; see `Engine`.
         """
@@ -122,10 +129,14 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         self._on_events = on_events
         self.model_name = f"{runner.model.config.name} {runner.model.params.embedding.dtype}"
         self.scheduler = scheduler
-        self.scheduler.tick(now)
         self._runner = runner
         self._transport = transport
-        self._kv = kv
+        try:
+            self.scheduler.tick(now)
+            self._kv = KVParts(runner, kind, weights_revision, num_groups)
+        except BaseException:
+            give_back(partial(runner.close, _CLOSE_S))
+            raise
         self._in_flight: deque[StepPlan] = deque()
         self._num_started = 0  # steps, with those in flight
         self._waits = True  # for a step, although messages could be sent meanwhile

@@ -15,7 +15,6 @@ from ..policy import Policy
 from ..prefill import PrefillScheduler
 from ..request import Request
 from ..step_plan import StepPlan
-from .kv_parts import KVParts
 from .kv_sender import KVSender
 from .node import NodeEngine, PeerMessage, check_groups, check_revision
 from .transport import Event, Offered, OfferFailed, Transport, Withdrawn
@@ -102,9 +101,20 @@ class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
             decode=False,
             num_groups=num_groups,
         )
-        kv = KVParts(runner, "gather", weights_revision, num_groups)
-        super().__init__(manager, scheduler, runner, transport, kv, now=now, on_events=on_events)
-        self._sender = KVSender(kv, transport, max_bytes=max_offered_bytes, num_groups=num_groups)
+        super().__init__(
+            manager,
+            scheduler,
+            runner,
+            transport,
+            kind="gather",
+            weights_revision=weights_revision,
+            num_groups=num_groups,
+            now=now,
+            on_events=on_events,
+        )
+        self._sender = KVSender(
+            self._kv, transport, max_bytes=max_offered_bytes, num_groups=num_groups
+        )
         self._waits = num_groups == 1
 
     def begin(self, request: Request, peer: NodeId, attempt: int = 1) -> None:
