@@ -18,7 +18,7 @@ def attend_one(q, k, v, position, *, sm_scale, soft_cap=None, window=None, sinks
             logits = soft_cap * np.tanh(logits / soft_cap)
         denominator = np.exp(logits).sum()
         if sinks is not None:
-            denominator += np.exp(sinks[head])
+            denominator += np.exp(np.float64(sinks[head]))
         out[head] = np.exp(logits) @ values / denominator
         lse[head] = np.log(denominator)
     return out, lse
