@@ -111,14 +111,17 @@ if SEES_ASYNC_RACES:  # 0.10 simulates 15 times slower: `TestRaces` alone, which
             assert_equal((out[2:], lse[2:]), [each[2:] for each in expected], "bfloat16")
 
         def test_ids_outside_the_pool_and_a_row_longer_than_its_table(self):
+            """With logits far below those of 0, which masked tokens have before they are masked."""
             latents = jnp.ones((3, 1, 16, LATENT_DIM), "bfloat16").at[0].set(5).at[2].set(7)
-            q = jnp.ones((3, 1, LATENT_DIM), "bfloat16")
+            q = -jnp.ones((3, 1, LATENT_DIM), "bfloat16")
             out, lse = latent_mosaic.decode(
                 q, latents, int32([[1], [99], [-99]]), int32([17, 9, 9]),
                 sm_scale=SM_SCALE, config=ONE, return_lse=True, interpret=PARAMS,
             )  # fmt: skip
             assert lse is not None and jnp.isnan(out[0]).all() and jnp.isnan(lse[0]).all()
             assert out[1:, 0, 0].tolist() == [7, 5]
+            logits = -SM_SCALE * LATENT_DIM * np.array([[7.0], [5.0]])
+            assert_close(lse[1:], logits + np.log(9), "float32")
 
 
 def merged(parts: Any, lses: Any, pairs: Any, *_: Any) -> tuple[Any, Any]:

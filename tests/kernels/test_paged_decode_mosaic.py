@@ -33,7 +33,7 @@ from .lowering import (
     shaped,
 )
 from .planted import planted
-from .problems import Heads, int32, make_cache, make_queries
+from .problems import Heads, assert_close, int32, make_cache, make_queries
 
 ONE = DecodeConfig(tile_tokens=64, stages=3, programs=1)
 FEW = DecodeConfig(tile_tokens=64, stages=4, programs=3)
@@ -122,13 +122,18 @@ class TestSimulated(DecodeChecks):
         assert not out[0].any()  # exactly 0, sinks or not
 
     def test_what_the_contract_says_of_bad_rows(self):
-        """A row longer than its table, ids outside the pool, recycled blocks before the window."""
+        """A row longer than its table, ids outside the pool, recycled blocks before the window.
+
+        With logits far below those of 0, which a maximum could start from.
+        """
         pool = jnp.ones((4, 1, 16, 64), "bfloat16").at[0].set(5).at[2].set(jnp.nan).at[3].set(7)
         tables = int32([[1, 2], [99, 2], [-99, 2], [2, 1]])
-        q = jnp.ones((4, 1, 64), "bfloat16")
+        q = -jnp.ones((4, 1, 64), "bfloat16")
         out, lse = attend(q, pool, pool, tables, int32([33, 9, 9, 20]), window=3)
         assert jnp.isnan(out[0]).all() and jnp.isnan(lse[0]).all()
         assert out[1:, 0, 0].tolist() == [7, 5, 1]
+        logits = -SM_SCALE * 64 * np.array([[7.0], [5.0], [1.0]])
+        assert_close(lse[1:], logits + np.log(3), "float32")
 
 
 class TestFloat8:

@@ -99,9 +99,9 @@ CASES: dict[str, dict[str, Any]] = {
         kv_lengths=[9, 30, 3, 40, 5], q_lengths=[5, 2, 7, 3, 0], q_starts=[20, 9, 1, 12, -77],
         num_tokens=30, width=2, heads=Heads(2, 1, 64),
     ),
-    "a group of 20, two tiles for each KV head, every option": dict(
-        kv_lengths=[70, 9], q_lengths=[13, 9], heads=Heads(2, 20, 64), soft_cap=2.0, window=50,
-        sinks=jnp.linspace(-9.0, 20.0, 40),
+    "a group of 20, two tiles for each KV head, some divided, every option": dict(
+        kv_lengths=[200, 5], q_lengths=[7, 5], q_starts=[0, 8], heads=Heads(2, 20, 64),
+        soft_cap=2.0, window=190, sinks=jnp.linspace(-9.0, 20.0, 40), programs=7,
     ),
     "a head_dim of 80": dict(kv_lengths=[70, 3], q_lengths=[9, 3], heads=Heads(2, 1, 80)),
     "a head_dim of 96, every option": dict(

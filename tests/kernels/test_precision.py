@@ -117,11 +117,11 @@ def extend_arguments(dtype: str, pool: str) -> tuple[Any, ...]:
 
 
 def attend(kernel: Callable[..., Any], platform: str, args: tuple[Any, ...]) -> Arithmetic:
-    """The arithmetic of a kernel with every option."""
+    """The arithmetic of a kernel with every option, and with sinks of the queries' dtype."""
     quantised = args[0].dtype != args[1].dtype
     scales = {name: shaped((100, 8), "float32") for name in ("k_scales", "v_scales") if quantised}
     options = partial(kernel, sm_scale=0.1, soft_cap=30.0, window=1000, return_lse=True)
-    more = {"sinks": shaped((32,), "float32"), **scales}
+    more = {"sinks": shaped((32,), args[0].dtype.name), **scales}
     return arithmetic(platform, lambda args, more: options(*args, **more), args, more)
 
 
