@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
+import numpy as np
 import pytest
 
 from radixkv.kvcache import (
@@ -73,6 +74,8 @@ class World:
         self.prefetches: list[Prefetch] = []
         self.asked: list[list[int]] = []  # the tokens of all requests
         self.there: dict[str, set[int]] = {"GPU": set(), "CPU": set()}  # as the events say
+        self.tables = self.manager.tables
+        self.copies: dict[int, tuple[int, list[int]]] = {}  # version and blocks of their rows
         self.actions: dict[Callable[[], None], float] = {
             self.admit: 30,
             self.resume: 8,
@@ -98,6 +101,7 @@ class World:
             action()
             self.manager.check()
             self.check_stats(is_reset=action == self.reset)
+            self.check_tables()
         self.drain()
 
     # Requests
@@ -297,6 +301,17 @@ class World:
         for name, expected in counts.items():
             found = getattr(stats, name, None)
             assert (getattr(tiers, name) if found is None else found) == expected, name
+
+    def check_tables(self) -> None:
+        """While its version is the same, a block table only grows: a copy of it stays right."""
+        tables = self.manager.tables
+        if tables is not self.tables:  # since a reset
+            self.tables, self.copies = tables, {}
+        for row in np.flatnonzero(tables.live).tolist():
+            version, table = tables.versions.item(row), tables.row(row).tolist()
+            copied, ids = self.copies.get(row, (version, []))
+            assert version > copied or table[: len(ids)] == ids, f"row {row} has the same version"
+            self.copies[row] = version, table
 
     def drain(self) -> None:
         """End everything; then all blocks are free or cached, in each tier."""
