@@ -103,6 +103,27 @@ def test_a_trimmed_run_is_found_and_continued():
     manager.check()
 
 
+@pytest.mark.parametrize("evicted", range(1, 5))
+def test_a_run_that_grew_block_by_block_is_trimmed_and_grows_again(evicted: int):
+    manager, tokens = CacheManager(16, 2), list(range(12))
+    lease = start(manager, tokens)
+    for end in range(2, 13, 2):  # the second one begins a run that grows in place
+        manager.publish(lease, tokens[:end])
+    manager.release(lease)
+    serve(manager, [0, 1, 99, 98])  # the next hit leaves the run as it is
+    serve(manager, [0, 1, 99, 98])
+    assert manager.evict(evicted) == evicted
+    manager.check()
+    kept = 12 - 2 * evicted
+    other = [*tokens[:kept], *range(50, 50 + 2 * evicted)]
+    lease = start(manager, other)
+    assert lease.num_hit_blocks == kept // 2
+    for end in range(kept + 2, 13, 2):
+        manager.publish(lease, other[:end])
+        manager.check()
+    assert (hit(manager, tokens), hit(manager, other)) == (kept // 2, 6)
+
+
 @pytest.mark.parametrize(
     ("num_blocks", "message"),
     [

@@ -1,5 +1,7 @@
 """Parking: a preempted request keeps its KV on the host and resumes on other blocks."""
 
+from itertools import product
+
 import pytest
 
 from radixkv.kvcache import OpKind, Parked
@@ -125,6 +127,24 @@ def test_blocks_that_were_not_saved_are_computed(ok, ready, fenced):
     assert resume(memory, parked, [*TOKENS, 6]) == ready
     memory.settle()
     assert memory.stats.host_free_blocks == 4 - memory.tiers.state.host.num_cached
+
+
+@pytest.mark.parametrize("ok", [*product([True, False], repeat=3)], ids=str)
+def test_blocks_after_one_that_was_not_loaded_are_computed(ok):
+    memory = memory_of()
+    parked = park(memory, TOKENS)
+    memory.settle()
+    memory.manager.evict(4)
+    tokens = [*TOKENS, 6]
+    lease = memory.manager.admit(memory.manager.match(tokens), parked)
+    memory.finish(memory.one(OpKind.HOST_TO_DEVICE), ok)
+    whole = [*ok[:2], False].index(False)
+    assert lease.num_shared_blocks == memory.stats.promoted_blocks == whole
+    assert lease.num_ready_tokens == (5 if all(ok) else 2 * whole)
+    memory.manager.check()
+    memory.compute(lease, tokens)
+    memory.read(lease, tokens)
+    memory.manager.check()
 
 
 def test_blocks_that_were_not_saved_take_no_room():

@@ -420,6 +420,34 @@ def test_a_write_that_fails_leaves_nothing(faults: Faults, message: str) -> None
     assert (status, error) == (Status.FAILED, "BackendIOError")
 
 
+@pytest.mark.parametrize(
+    ("change", "doing"),
+    [
+        (lambda backend: backend.delete(KEYS[0]), "deleting"),
+        (lambda backend: put(backend, KEYS[2], b"ghi"), "writing"),
+    ],
+    ids=["delete", "evict"],
+)
+def test_a_file_that_cannot_be_removed_is_counted_and_found(
+    change: Callable[[FileBackend], Any], doing: str
+) -> None:
+    disk = CrashDisk(lambda _: 0)
+    backend = FileBackend("/cache", max_bytes=8, sync="data", files=disk)
+    put(backend, KEYS[0], b"abc")
+    put(backend, KEYS[1], b"def")
+    disk.faults = Faults(unlink_fails=1)
+    for _ in range(3):
+        with pytest.raises(BackendIOError, match=rf"^{doing} failed: EIO "):
+            change(backend)
+        backend.check()
+        assert backend.stats()["bytes"] == 6
+        assert [value.key for value in backend.list_values()] == KEYS[:2]
+    disk.faults = Faults()
+    change(backend)
+    backend.check()
+    assert (get(backend, KEYS[0]), get(backend, KEYS[1])) == (None, b"def")
+
+
 def leak_after(error: BaseException, backends: Any, directory: Path) -> int:
     """Return the bytes that are counted for no value after a write that raises an error."""
     with closing(backends.FileBackend(directory, max_bytes=10)) as backend:
