@@ -251,6 +251,10 @@ class DriverMachine(RuleBasedStateMachine):
         assert self.bench.driver.poll() == self.results
         assert sorted(self.bench.driver.fenced()) == sorted(self.fenced)
         self.results, self.fenced = [], []
+        sizes = [len(content) for _, _, content in self.writes]
+        padded = sum(1 << (size - 1).bit_length() for size in sizes)
+        num_bytes = self.bench.driver.stats().bytes_in_flight
+        assert num_bytes == padded * self.bench.host.bytes_per_block
 
     @invariant()
     def the_device_is_as_the_model(self) -> None:
