@@ -607,6 +607,30 @@ def metrics_recorder(code: ModuleType) -> None:
     assert recorder.has_ended
 
 
+def metrics_of_idle_engine(thread_code: ModuleType, recorder: ModuleType, code: ModuleType) -> None:
+    """Each scrape of an engine without steps gets counts that are read after it has asked."""
+
+    class Async:
+        def __init__(self) -> None:
+            self.thread = thread_code.EngineThread(FakeEngine())
+            self.observe, self.submit_call = self.thread.observe, self.thread.call
+
+    code.AsyncEngine = Async  # type: ignore[attr-defined]
+    engine = Async()
+    metrics = code.EngineMetrics(engine, clock=now)
+
+    def scrape() -> None:
+        before = now()
+        snapshot = result_of(metrics._ask(), SOON_S)
+        assert snapshot.stats == "stats" and snapshot.read_s >= before, snapshot
+
+    together(scrape, scrape)
+    engine.thread.close(drain=True, timeout_s=1.0)
+    assert result_of(engine.thread.ended, SOON_S) is True
+    scrape_of_ended = result_of(metrics._ask(), SOON_S)
+    assert scrape_of_ended.stats == "stats", scrape_of_ended
+
+
 def compilation_counter(code: ModuleType) -> None:
     listeners: list[Any] = []
     code.jax = SimpleNamespace(  # type: ignore[attr-defined]
@@ -654,6 +678,14 @@ SCENARIOS = [
     Scenario(["scheduler.serving.engine_thread", "scheduler.serving.async_engine"], output_streams),
     Scenario(["kvcache.events", "scheduler.events.publisher"], event_publisher),
     Scenario(["scheduler.metrics.recorder"], metrics_recorder),
+    Scenario(
+        [
+            "scheduler.serving.engine_thread",
+            "scheduler.metrics.recorder",
+            "scheduler.metrics.engine_metrics",
+        ],
+        metrics_of_idle_engine,
+    ),
     Scenario(["scheduler.engine.compilations"], compilation_counter),
     Scenario(["scheduler.text.tokenizer"], tokenizer_guides),
 ]

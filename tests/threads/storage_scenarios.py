@@ -206,6 +206,13 @@ def storage_workers_slow(table: ModuleType, code: ModuleType) -> None:
     storage_workers(code, seconds=0.003)
 
 
+def storage_looked_up_at_once(table: ModuleType, code: ModuleType) -> None:
+    """Each of the threads that wait at the same time is woken for its own lookup."""
+    workers = code.StorageWorkers(SlowBackend(0.003), num_threads=2, max_bytes_in_flight=1000)
+    together(*[lambda: _look_up(workers, range(1))] * 3)
+    assert workers.close(timeout_s=SOON_S), "a thread is still there"
+
+
 def storage_cancels(table: ModuleType, code: ModuleType) -> None:
     backend = SlowBackend(0.003)
     workers = code.StorageWorkers(backend, num_threads=2, max_bytes_in_flight=1000)
@@ -656,10 +663,10 @@ def mooncake_closes(remote: ModuleType, code: ModuleType) -> None:
     backend.contains([key(0)])
 
     def close() -> None:
-        sleep(0.001)  # until the call is about to end
+        sleep(0.001)  # until the calls are about to end
         backend.close()
 
-    together(lambda: backend.contains([key(0)]), close)
+    together(*[lambda: backend.contains([key(0)])] * 3, close)
     assert not any(client.alive for client in clients.started), "a process outlives close"
 
 
@@ -676,6 +683,7 @@ SCENARIOS = [
         for each in (
             storage_workers_slow,
             storage_workers_fast,
+            storage_looked_up_at_once,
             storage_cancels,
             storage_closes,
             storage_ends_at_once,

@@ -22,6 +22,7 @@ from radixkv.scheduler.cli.options.fleet import FleetSize, expand_ray
 COUNTS = st.dictionaries(st.sampled_from(FleetSize._fields), st.integers(1, 9999), min_size=1)
 DEPLOYMENT = Deployment("127.0.0.1:5557", "sesame", "redis://:pass@host")
 SIZE = FleetSize(2, 4, 1)
+LATE_S = 25.0
 
 
 @given(COUNTS)
@@ -128,7 +129,7 @@ def test_nodes_wait_for_the_server_and_the_server_for_another_size() -> None:
             await registry.scale(decode=0)
         assert await registry.scale(decode=5) == await lead == FleetSize(1, 5, 1)
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), LATE_S))
 
 
 def test_a_size_that_a_user_wants_between_two_calls_of_the_server_is_not_lost() -> None:
@@ -141,7 +142,7 @@ def test_a_size_that_a_user_wants_between_two_calls_of_the_server_is_not_lost() 
         await asyncio.sleep(0)
         assert lead.done() and lead.result() == wanted == FleetSize(3, 5, 1)
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), LATE_S))
 
 
 def test_what_a_node_needs_to_join_is_not_printed() -> None:

@@ -318,6 +318,10 @@ def test_a_node_joins_where_the_registry_says(
     assert not is_stopped()
     actor.stop()
     assert is_stopped()
+    late = actors.NodeActor("decode-8", "decode", str(tmp_path), None, options)
+    late.stop()  # as of a node that is still waiting for the registry, or loading
+    late.run()
+    assert served[-1][2]()(), "a stop before the node serves is lost"
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import random
 import resource
+import selectors
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
+from threading import Lock
 from types import SimpleNamespace
 from typing import Final
 
@@ -346,3 +349,28 @@ def test_of_several_the_connection_that_was_silent_longest_is_closed(
     for pair in pairs:
         for each in pair:
             each.close()
+
+
+@pytest.mark.parametrize("is_proven", [False, True])
+def test_a_connection_whose_ends_are_closed_in_the_same_turn_is_closed_once(
+    nodes: ExitStack, is_proven: bool
+) -> None:
+    (peer, outside), (inbox, inside) = socket.socketpair(), socket.socketpair()
+    connection = gates._Connection(outside, time.monotonic())
+    connection.inside = gates._End(inside, connection)
+    connection.inside.other, connection.outside.other = connection.outside, connection.inside
+    gate = Gate.__new__(Gate)
+    gate._selector = nodes.enter_context(selectors.DefaultSelector())
+    for end in (connection.outside, connection.inside):
+        gate._selector.register(end.socket, selectors.EVENT_READ, end)
+    proven, unproven = dict.fromkeys([connection] * is_proven), {connection: None}
+    state = {"_proven": proven, "_unproven": {} if is_proven else unproven, "_monitor": None}
+    vars(gate).update(state, _paused_until=None, _end_s=None, _listener=None, _lock=Lock())
+    vars(gate).update(_num_failed=0, _num_too_many=0, _reasons=Counter())
+    peer.close()
+    inbox.close()
+    assert len(gate._selector.select(LATE_S)) == 2
+    gate._turn()
+    assert not gate._proven and not gate._unproven and len(gate._selector.get_map()) == 0
+    assert outside.fileno() == inside.fileno() == -1
+    assert gate.refused().total() == (not is_proven)
