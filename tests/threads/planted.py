@@ -186,6 +186,20 @@ BY_HAND: dict[str, tuple[Planted, ...]] = {
 """,
         ),
     ),
+    "scheduler.metrics.engine_metrics": (
+        Planted(
+            "EngineMetrics._ask: the engine is called before there is a future",
+            find="""        asked = self._recorder.ask()
+        with suppress(EngineClosedError, EngineFailedError):  # the next step answers, or the end
+            self._engine.submit_call(self._recorder.answer)
+        return asked
+""",
+            replace="""        with suppress(EngineClosedError, EngineFailedError):
+            self._engine.submit_call(self._recorder.answer)
+        return self._recorder.ask()
+""",
+        ),
+    ),
     "scheduler.nodes.transport.threaded": (
         Planted(
             "ThreadedTransport._loop: waits without a look at the commands",
@@ -193,7 +207,23 @@ BY_HAND: dict[str, tuple[Planted, ...]] = {
             replace="and not self._is_closed:",
         ),
     ),
+    "kvcache.storage.mooncake.backend": (
+        Planted(
+            "MooncakeBackend._take_back: it is looked up before the lock whether it is closed",
+            find="""        with self._lock:
+            keep = client.alive and not self._closed
+""",
+            replace="""        keep = client.alive and not self._closed
+        with self._lock:
+""",
+        ),
+    ),
     "kvcache.storage.workers": (
+        Planted(
+            "StorageWorkers._work: one of those that wait for a report is woken",
+            find="                self._reported.notify_all()\n                if (\n",
+            replace="                self._reported.notify()\n                if (\n",
+        ),
         Planted(
             "StorageWorkers.poll: completions are taken after the lock was given back",
             find="            return self._table.drain()\n",
