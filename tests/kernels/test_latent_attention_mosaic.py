@@ -1,7 +1,7 @@
 """The Mosaic kernel of latent attention: simulated, searched for races, compiled for Hopper."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -9,15 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radixkv.kernels import KernelArgumentError, latent_decode, latent_extend
 from radixkv.kernels.latent_attention import mosaic as latent_mosaic
 from radixkv.kernels.latent_attention.config import (
     LATENT_DIM,
+    ROWS,
+    TILE_TOKENS,
     VALUE_DIM,
     LatentConfig,
     choose_config,
 )
+from radixkv.kernels.paged_decode.work_list import build_work_list
 
 from . import oracle
 from .interpret import PARAMS, SEES_ASYNC_RACES, assert_caught, races_detected
@@ -122,6 +127,82 @@ if SEES_ASYNC_RACES:  # 0.10 simulates 15 times slower: `TestRaces` alone, which
             assert out[1:, 0, 0].tolist() == [7, 5]
             logits = -SM_SCALE * LATENT_DIM * np.array([[7.0], [5.0]])
             assert_close(lse[1:], logits + np.log(9), "float32")
+
+
+NUM_ROWS, NUM_TOKENS, CAPACITY = 4, 30, 32
+
+
+@cache
+def visible_of_tokens() -> Any:
+    """The program that finds the row and the visible length of each token of `extend`."""
+    module = planted(latent_mosaic, {})
+    vars(module)["attend"] = lambda q, latents, tables, rows, lengths: (rows, lengths)
+    arrays = (
+        jnp.zeros((NUM_TOKENS, 1, LATENT_DIM)),
+        jnp.zeros((3, 1, 16, LATENT_DIM)),
+        jnp.zeros((NUM_ROWS, CAPACITY // 16), jnp.int32),
+    )
+    return jax.jit(partial(module.extend, *arrays))
+
+
+def some(most: int) -> st.SearchStrategy[list[int]]:
+    """A number for each row."""
+    return st.lists(st.integers(0, most), min_size=NUM_ROWS, max_size=NUM_ROWS)
+
+
+@given(
+    kv_lengths=some(CAPACITY + 8),
+    q_lengths=some(5),
+    gaps=some(2),
+    order=st.permutations(range(NUM_ROWS)),
+)
+def test_each_token_of_extend_sees_its_row_up_to_itself(kv_lengths, q_lengths, gaps, order):
+    """A row longer than its table is NaN as a whole; padding sees nothing, wherever it is."""
+    owner, seen, starts = [-1] * NUM_TOKENS, [0] * NUM_TOKENS, [0] * NUM_ROWS
+    start = 0
+    for row in order:
+        start += gaps[row]
+        starts[row], end = start, start + q_lengths[row]
+        owner[start:end] = [row] * q_lengths[row]
+        before, fits = kv_lengths[row] - q_lengths[row], kv_lengths[row] <= CAPACITY
+        for token in range(start, end):
+            seen[token] = before + token - start + 1 if fits else 2**31 - 1
+        start = end
+    rows, lengths = visible_of_tokens()(int32(kv_lengths), int32(q_lengths), int32(starts))
+    assert lengths.tolist() == seen
+    assert [row for row, own in zip(rows.tolist(), owner, strict=True) if own >= 0] == [
+        own for own in owner if own >= 0
+    ]
+
+
+@pytest.mark.parametrize(("num_tokens", "shares"), [(2, 8), (9, 4)])
+def test_every_part_has_a_place(num_tokens, shares):
+    """Many shares of few long rows, and few of many, have parts of the highest indices."""
+    capacity = 64 * TILE_TOKENS
+    found: list[int] = []
+    module = planted(latent_mosaic, {})
+
+    def record(parts: Any, lses: Any, *_: Any) -> tuple[Any, Any]:
+        found.extend((len(parts), len(lses)))
+        return jnp.zeros((shares, ROWS, VALUE_DIM), "bfloat16"), None
+
+    vars(module)["merge_parts"] = record
+    decode = partial(
+        module.decode, sm_scale=SM_SCALE, config=LatentConfig(shares), return_lse=False
+    )
+    jax.eval_shape(
+        decode,
+        shaped((num_tokens, 1, LATENT_DIM), "bfloat16"),
+        shaped((9, 1, TILE_TOKENS, LATENT_DIM), "bfloat16"),
+        shaped((num_tokens, 64), "int32"),
+        shaped((num_tokens,), "int32"),
+    )
+    work = build_work_list(
+        int32([capacity] * num_tokens), kv_heads=1, programs=shares, tile_tokens=TILE_TOKENS,
+        window=None, capacity=capacity,
+    )  # fmt: skip
+    _, parts = work.split_pairs()
+    assert found and min(found) >= int(parts.sum(axis=1).max())
 
 
 def merged(parts: Any, lses: Any, pairs: Any, *_: Any) -> tuple[Any, Any]:

@@ -103,7 +103,9 @@ CASES: dict[str, dict[str, Any]] = {
         kv_lengths=[200, 5], q_lengths=[7, 5], q_starts=[0, 8], heads=Heads(2, 20, 64),
         soft_cap=2.0, window=190, sinks=jnp.linspace(-9.0, 20.0, 40), programs=7,
     ),
-    "a head_dim of 80": dict(kv_lengths=[70, 3], q_lengths=[9, 3], heads=Heads(2, 1, 80)),
+    "a head_dim of 80, a group of 5, whose tiles have 24 tokens": dict(
+        kv_lengths=[70, 3], q_lengths=[9, 3], heads=Heads(1, 5, 80)
+    ),
     "a head_dim of 96, every option": dict(
         kv_lengths=[70], q_lengths=[20], block_size=32, heads=Heads(1, 4, 96), soft_cap=2.0,
         window=50, sinks=jnp.array([-2.0, 0.0, 3.0, 50.0]),

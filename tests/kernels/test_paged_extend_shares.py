@@ -1,7 +1,8 @@
 """The shares of the Mosaic `paged_extend`: every KV step once, and none has too many."""
 
 from functools import cache, partial
-from types import ModuleType
+from itertools import chain
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,7 +14,10 @@ from hypothesis import strategies as st
 
 from radixkv.kernels.paged_extend import shares
 from radixkv.kernels.paged_extend.config import SMALLEST_SHARE, TOLERANCE
+from radixkv.kernels.paged_extend.kernel_params import KernelParams, WorkTile
+from radixkv.kernels.paged_extend.work_list import WorkItem
 
+from ..profiles import scaled
 from .planted import planted
 from .problems import int32
 
@@ -87,6 +91,63 @@ def num_whole(steps: list[int], programs: int) -> list[int]:
     """Whole tiles that each thread block has, besides its pieces of the line."""
     padded = int32(steps + [0] * (TILES - len(steps)))
     return shares.Share(*_jitted(shares, programs)(padded).shares.T).num_whole.tolist()
+
+
+HEAD_GROUPS = 2
+
+
+@cache
+def _work_tiles(programs: int) -> Any:
+    """The work tiles of all thread blocks, of all numbers at once."""
+    params: Any = SimpleNamespace(
+        head_groups=HEAD_GROUPS, config=SimpleNamespace(programs=programs)
+    )
+
+    def of_all(made: Any, items: Any) -> WorkTile:
+        refs: Any = SimpleNamespace(shares=made, items=items)
+        of_number = jax.vmap(partial(KernelParams.work_tile, params, refs))
+        numbers = jnp.arange(TILES, dtype=jnp.int32)
+        of_program = jax.vmap(lambda _: of_number(numbers), axis_name="program")
+        return of_program(jnp.arange(programs))
+
+    return jax.jit(of_all)
+
+
+@scaled(40)
+@given(steps=st.lists(st.integers(0, 12), min_size=1, max_size=TILES // HEAD_GROUPS))
+def test_a_thread_block_knows_which_work_tiles_are_whole(steps):
+    """And which steps each has; a tile that sees nothing has none, and is whole."""
+    size, programs = TILES // HEAD_GROUPS, 3
+    number = np.zeros(size, np.int32)
+    number[: len(steps)] = sorted(steps, reverse=True)
+    begin = np.arange(size, dtype=np.int32) % 3
+    fields = {field: np.zeros(size, np.int32) for field in WorkItem._fields} | {
+        "row": np.arange(size, dtype=np.int32),
+        "step_begin": begin,
+        "full_begin": begin + number // 3,
+        "full_end": begin + number // 3 * 2,
+        "step_end": begin + number,
+    }
+    counted = np.where(np.arange(size) < len(steps), np.maximum(number, 1), 0)
+    padded = int32(np.repeat(counted, HEAD_GROUPS))
+    made = jax.tree.map(np.asarray, _jitted(shares, programs)(padded))
+    items = np.stack([fields[field] for field in WorkItem._fields], axis=1)
+    work = jax.tree.map(np.asarray, _work_tiles(programs)(made.shares, items))
+    leaves = np.stack(jax.tree.leaves(work), axis=-1).tolist()
+    found: dict[tuple[int, int], list[tuple[bool, WorkItem]]] = {}
+    for numbers, share in zip(leaves, made.shares, strict=True):
+        for leaf in numbers[: shares.Share(*share).num_pieces]:
+            item_index, head_group, *item, whole, _ = leaf
+            assert WorkItem(*item).row == item_index
+            found.setdefault((item_index, head_group), []).append((whole, WorkItem(*item)))
+    assert sorted(found) == [(i, h) for i in range(len(steps)) for h in range(HEAD_GROUPS)]
+    for (item_index, _), pieces in found.items():
+        assert [whole for whole, _ in pieces] == [len(pieces) == 1] * len(pieces)
+        of_tile = {name: values[item_index] for name, values in fields.items()}
+        for kind in ("step", "full"):  # each step once, in the order of the thread blocks
+            first, last = f"{kind}_begin", f"{kind}_end"
+            ranges = [range(getattr(item, first), getattr(item, last)) for _, item in pieces]
+            assert [*chain(*ranges)] == [*range(of_tile[first], of_tile[last])]
 
 
 EXAMPLE = [20, 3, 3, 3, 3, 2, 2]

@@ -69,10 +69,13 @@ def one_sequence(length: int, block_size: int, heads: Heads) -> Cache:
 
 
 def check_jnp_decode(
-    module: ModuleType, lengths: Sequence[int], block_size: int, most: int
+    module: ModuleType,
+    lengths: Sequence[int],
+    block_size: int,
+    most: int,
+    heads: Heads = Heads(1, 1, 4),  # noqa: B008
 ) -> None:
     """Rows of these lengths, with a window and without, each compared alone."""
-    heads = Heads(1, 1, 4)
     made = one_sequence(most, block_size, heads)
     tables = jnp.tile(made.block_tables, (len(lengths), 1))
     q = make_queries(np.random.default_rng(1), len(lengths), heads)
@@ -110,7 +113,13 @@ def decode_width(module: ModuleType, distance: int) -> None:
 
 
 def decode_step(module: ModuleType, distance: int) -> None:
-    """About as many work items as one loop step takes; one of 128 tokens takes 64 KiB."""
+    """About as many work items as one loop step takes; one of 128 tokens takes 64 KiB.
+
+    And one work item that takes about as many bytes as a step.
+    """
+    chunk = decode_config.CHUNK_TOKENS
+    widest = decode_config.STEP_BYTES // (4 * chunk)
+    check_jnp_decode(module, [0, 5, chunk + 3], 128, 2 * chunk, Heads(1, 1, widest + distance))
     heads, block_size = Heads(1, 1, 128), 128
     items = decode_config.STEP_BYTES // (4 * block_size * heads.head_dim)
     assert items == 32

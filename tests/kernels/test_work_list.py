@@ -1,11 +1,14 @@
 """The work list of ragged attention covers each token by one tile, and the KV of each tile."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.kernels.paged_extend.work_list import WorkItem
+from radixkv.kernels.paged_extend.config import ALIGNMENT
+from radixkv.kernels.paged_extend.work_list import WorkItem, max_items
 
 from ..profiles import scaled
 from .work_list_checks import MAX_KV, TOKENS, build, check_rows
@@ -38,6 +41,18 @@ def test_any_rows(rows, order, cut):
     placed = [(kv, n, int(end) - n) for (kv, n, _), end in zip(rows, ends, strict=True)]
     order.shuffle(placed)
     check_rows(placed, tile_tokens, window)
+
+
+@pytest.mark.parametrize("tile_tokens", [8, 16, 24, 40, 128])
+def test_the_list_has_room_for_all_tiles(tile_tokens):
+    """Of 40 rows, each of which may begin and end just so that it has a tile more."""
+    some = {1, 2, *range(max(3, tile_tokens - 7), tile_tokens + 3)}
+    for length, first, gap in product(some, range(ALIGNMENT), range(ALIGNMENT)):
+        tiles = 0
+        for row in range(40):
+            start = first + row * (length + gap)
+            tiles += -(-(start % ALIGNMENT + length) // tile_tokens)
+            assert tiles <= max_items(start + length, row + 1, tile_tokens)
 
 
 @pytest.mark.parametrize("window", [1, 7, 8, 9, 20])
