@@ -65,7 +65,7 @@ WALKS: Final[dict[str, tuple[Bug, ...]]] = {
     "the tier driver after operations": (
         then("an operation is compared with all earlier ones", IN_FLIGHT,
              "        entry = InFlightOperation(operation, deadline, "
-             "[False] * operation.num_blocks)", "[each for each in range(operation.id)]"),
+             "[nothing] * operation.num_blocks)", "[each for each in range(operation.id)]"),
         then("a poll of the driver looks at what has ended", DRIVER,
              "        self._collect_writes()",
              "[each for each in range(self._table.operations.total())]"),

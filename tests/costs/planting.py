@@ -100,9 +100,14 @@ def _codes(code: CodeType, prefix: str = "") -> dict[str, CodeType]:
     for each in code.co_consts:
         if isinstance(each, CodeType):
             name = f"{prefix}{each.co_name}"
-            found[name] = each
+            found[_setter(name) if name in found else name] = each
             found |= _codes(each, f"{name}.")
     return found
+
+
+def _setter(name: str) -> str:
+    """Return another name for the setter of a property, which has that of the getter."""
+    return f"{name}.setter"
 
 
 def _functions(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
@@ -112,7 +117,9 @@ def _functions(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
             continue
         for value in list(vars(owner).values()):
             if isinstance(value, property):
-                accessors = [value.fget, value.fset]
+                accessors = [value.fget]
+                if inspect.isfunction(value.fset):
+                    yield _setter(value.fset.__qualname__), value.fset
             elif isinstance(value, (staticmethod, classmethod)):
                 accessors = [value.__func__]
             elif isinstance(value, functools.cached_property):
