@@ -12,6 +12,7 @@ dropped; its number is missing then, so that consumers see the gap.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -24,6 +25,8 @@ from ...kvcache import EventBatch, ReplayBuffer
 from ...kvcache.tokens import as_count
 from .errors import EventAddressError
 from .wire import END_OF_REPLAY, SEQ_BYTES, encode_batch
+
+_LOGGER = logging.getLogger(__name__)
 
 _HIGH_WATER_MARK: Final = 100_000
 """Messages that ZeroMQ keeps for a slow subscriber before it drops some."""
@@ -126,7 +129,7 @@ class EventPublisher:
             while (item := self._queue.get()) is not None:
                 try:
                     self._send(socket, *item)
-                except Exception:  # of this batch alone, such as a MemoryError
+                except Exception:  # of this batch alone, which counts as dropped
                     self._num_failed += 1
 
     def _send(self, socket: zmq.Socket[bytes], ts: float, batch: EventBatch) -> None:
@@ -143,8 +146,8 @@ class EventPublisher:
                     self._answer(socket, frames)
                 except zmq.ContextTerminated:
                     return
-                except Exception:  # of this request alone: its client waits in vain
-                    continue
+                except Exception as error:  # of this request alone: its client times out
+                    _LOGGER.warning("a replay of KV events was not answered: %r", error)
 
     def _answer(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[2]) != SEQ_BYTES:

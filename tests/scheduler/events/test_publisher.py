@@ -189,7 +189,7 @@ def test_a_batch_that_cannot_be_sent_is_dropped_and_the_next_ones_are_not(
 
 
 def test_a_replay_that_cannot_be_sent_is_the_only_one(
-    monkeypatch: pytest.MonkeyPatch, published: EventPublisher
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, published: EventPublisher
 ) -> None:
     planted(monkeypatch, ReplayBuffer, "since", 0)
     assert published.replay_endpoint is not None
@@ -199,6 +199,8 @@ def test_a_replay_that_cannot_be_sent_is_the_only_one(
         assert socket.poll(int(LATE_S) * 1_000)
         assert socket.recv_multipart() == [b"", b"", (2**64 - 1).to_bytes(8, "big"), b""]
         assert not socket.poll(0)
+    warning = "a replay of KV events was not answered: RuntimeError('planted')"
+    assert caplog.messages == [warning]
 
 
 def test_addresses_that_cannot_work_are_refused() -> None:
