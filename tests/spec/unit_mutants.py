@@ -31,6 +31,9 @@ EQUIVALENT: Final = Path(__file__).with_name("equivalent_unit_mutants.toml")
 
 _COPIES, _STORAGE, _KERNELS = "tests/kvcache/copies/", "tests/kvcache/storage/", "tests/kernels/"
 _SCHEDULERS, _HANDOFF = "tests/scheduler/schedulers/", "tests/scheduler/handoff/"
+_ENGINE, _EVENTS = "tests/scheduler/engine/", "tests/scheduler/events/"
+_METRICS, _MODELS = "tests/scheduler/metrics/", "tests/scheduler/models/"
+_REPLAY, _TEXT = "tests/scheduler/replay/", "tests/scheduler/text/"
 _NODES, _TRANSPORT = "tests/scheduler/nodes/", "tests/scheduler/nodes/transport/"
 
 
@@ -83,12 +86,51 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     ),
     "scheduler/gateway/network_gateway.py": _tests(_HANDOFF, "network_gateway", "scenarios"),
     "scheduler/gateway/retries.py": _tests(_HANDOFF, "gateway", "sides"),
+    "scheduler/engine/adjustments.py": _tests(_ENGINE, "adjustments", "sampling", "step_arrays"),
+    "scheduler/engine/calls.py": _tests(_ENGINE, "calls"),
+    "scheduler/engine/logprobs.py": _tests(_ENGINE, "sampling", "step_arrays"),
+    "scheduler/engine/sampling.py": _tests(_ENGINE, "sampling"),
+    "scheduler/events/check.py": _tests(_EVENTS, "check"),
+    "scheduler/events/publisher.py": _tests(_EVENTS, "publisher"),
+    "scheduler/events/subscriber.py": _tests(_EVENTS, "publisher", "check"),
+    "scheduler/events/wire.py": _tests(_EVENTS, "wire"),
+    "scheduler/metrics/definitions.py": _tests(_METRICS, "definitions", "recorder"),
+    "scheduler/metrics/engine_metrics.py": _tests(_METRICS, "definitions", "recorder"),
+    "scheduler/metrics/histogram.py": _tests(_METRICS, "definitions", "recorder"),
+    "scheduler/metrics/nodes_metrics.py": _tests(_METRICS, "nodes_metrics"),
+    "scheduler/metrics/recorder.py": _tests(_METRICS, "recorder", "definitions"),
+    "scheduler/models/checkpoint.py": _tests(_MODELS, "checkpoint"),
+    "scheduler/models/config.py": _tests(_MODELS, "config"),
+    "scheduler/models/json_fields.py": _tests(_MODELS, "config"),
+    "scheduler/models/rope.py": _tests(_MODELS, "config", "numerics", "goldens"),
+    "scheduler/models/transformer.py": _tests(_MODELS, "transformer", "numerics", "goldens"),
     "scheduler/nodes/kv_sender.py": _tests(_NODES, "kv_sender"),
     "scheduler/nodes/transport/staging.py": _tests(_TRANSPORT, "staging"),
     "scheduler/nodes/transport/storage_engine.py": _tests(_TRANSPORT, "storage_engine"),
     "scheduler/nodes/transport/transfer_table.py": _tests(
         _TRANSPORT, "transfer_table", "storage_engine", "nixl_engine", "processes"
     ),
+    "scheduler/replay/checks.py": _tests(_REPLAY, "checks", "report"),
+    "scheduler/replay/engine_run/checks.py": _tests(_REPLAY, "real_run"),
+    "scheduler/replay/engine_run/scaling.py": _tests(_REPLAY, "real_run"),
+    "scheduler/replay/hits/counts.py": _tests(_REPLAY, "hits", "tier_law", "report"),
+    "scheduler/replay/hits/hit_curve.py": _tests(_REPLAY, "hits"),
+    "scheduler/replay/hits/oracles.py": _tests(_REPLAY, "hits"),
+    "scheduler/replay/hits/tier_law.py": _tests(_REPLAY, "tier_law"),
+    "scheduler/replay/report.py": _tests(_REPLAY, "report", "page", "checks"),
+    "scheduler/replay/simulation/accounting.py": _tests(_REPLAY, "single_node", "cluster"),
+    "scheduler/replay/simulation/cluster.py": _tests(_REPLAY, "cluster"),
+    "scheduler/replay/simulation/cost_model.py": _tests(_REPLAY, "cost_model", "single_node"),
+    "scheduler/replay/simulation/latency.py": _tests(_REPLAY, "latency", "cluster"),
+    "scheduler/replay/simulation/simulated_node.py": _tests(_REPLAY, "cluster"),
+    "scheduler/replay/simulation/simulated_storage.py": _tests(_REPLAY, "simulated_storage"),
+    "scheduler/replay/simulation/single_node.py": _tests(_REPLAY, "single_node", "tier_links"),
+    "scheduler/replay/simulation/tier_links.py": _tests(_REPLAY, "tier_links", "single_node"),
+    "scheduler/replay/trace.py": _tests(_REPLAY, "trace"),
+    "scheduler/text/detokenizer.py": _tests(_TEXT, "detokenizer"),
+    "scheduler/text/output_text.py": _tests(_TEXT, "detokenizer"),
+    "scheduler/text/stop_strings.py": _tests(_TEXT, "detokenizer"),
+    "scheduler/text/tokenizer.py": _tests(_TEXT, "tokenizer", "detokenizer"),
     "kernels/block_copy/xla.py": _tests(_KERNELS, "block_copy"),
     "kernels/kv_write/xla.py": _tests(_KERNELS, "kv_write"),
     "kernels/merge_states.py": _tests(_KERNELS, "merge"),

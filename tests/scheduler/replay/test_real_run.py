@@ -17,12 +17,20 @@ from radixkv.scheduler.replay.engine_run import real_run
 from radixkv.scheduler.replay.engine_run.checks import (
     EnginePass,
     PassResult,
+    check_compilations,
     check_exercised,
+    check_hits_save_prefill,
     check_no_leak,
     check_parked,
+    check_tokens,
 )
 from radixkv.scheduler.replay.engine_run.real_run import RealRunConfig, run_real
-from radixkv.scheduler.replay.engine_run.scaling import BLOCK_SIZE, scale_request, select_requests
+from radixkv.scheduler.replay.engine_run.scaling import (
+    BLOCK_SIZE,
+    ScaledRequest,
+    scale_request,
+    select_requests,
+)
 from radixkv.scheduler.replay.trace import Trace, TraceRequest
 from radixkv.scheduler.request import Request
 
@@ -34,6 +42,12 @@ def test_prompts_are_scaled_by_32_and_outputs_by_8_rounded_up() -> None:
     assert len(scaled.prompt) == 35 and scaled.max_new_tokens == 5
     assert scaled.prompt.dtype == np.int32
     assert scaled.prompt.min() >= 0 and scaled.prompt.max() < 1024
+
+
+def test_tokens_are_hashed_with_splitmix64() -> None:
+    """The first output of SplitMix64 with the seed 0; figures of a run hold for its tokens."""
+    prompt = scale_request(TraceRequest(0.0, 512, 8, (0,)), 10**6).prompt
+    assert prompt[0] == 0xE220A8397B1DCDAF % 10**6
 
 
 def test_scaled_requests_share_exactly_the_blocks_of_the_trace(bundled_trace: Trace) -> None:
@@ -88,6 +102,49 @@ def test_a_wrong_token_is_found(bundled_trace: Trace, monkeypatch: pytest.Monkey
 FREE = Check("no block is leaked", True, "all free")
 
 
+@pytest.mark.parametrize(
+    ("outputs", "detail"),
+    [
+        ([[[1, 2], [3]], [[1, 2], [3]], [[1, 2], [3]]], ""),
+        ([[[1, 2], [3]], [[1, 9], [3]], [[1, 2], [3]]], "b: request 0 differs at output token 1"),
+        ([[[1, 2], [3]], [[1, 2], [3]], [[1, 2], [9]]], "c: request 1 differs at output token 0"),
+        ([[[1, 2], [3]], [[1], [3]], [[1, 2], [3]]], "b: request 0 differs at output token 1"),
+        ([[[1, 2], [3]], [[1, 2, 4], [3]], []], "b: request 0 differs at output token 2"),
+        ([[[1, 2], []], [[1, 2], []], [[1, 2], []]], "a: request 1 has 0 tokens of 1"),
+        ([[[1, 2, 5], [3]]] * 3, "a: request 0 has 3 tokens of 2"),
+    ],
+)
+def test_every_pass_has_the_tokens_of_the_first(
+    outputs: list[list[list[int]]], detail: str
+) -> None:
+    requests = [ScaledRequest(np.zeros(4, np.int32), 2), ScaledRequest(np.zeros(4, np.int32), 1)]
+    passes = [
+        EnginePass(pass_result(name, 0, 0), tokens, [FREE])
+        for name, tokens in zip("abc", outputs, strict=True)
+    ]
+    check = check_tokens(passes, requests)
+    assert (check.ok, check.detail) == (not detail, detail or "3 output tokens, 3 times")
+
+
+def test_hits_save_prefill_and_no_pass_compiles() -> None:
+    def passes(prefill: int, hits: int, compilations: int) -> list[PassResult]:
+        off = dataclasses.replace(pass_result("cache off", 3, 0), prefill_tokens=1_000)
+        on = dataclasses.replace(
+            off, name="cache on", prefill_tokens=prefill, hit_tokens=hits,
+            compilations=compilations,
+        )  # fmt: skip
+        return [pass_result("reference", 0, 0), off, on]
+
+    saved = [
+        check_hits_save_prefill(passes(*case, 0)) for case in [(999, 1), (1_000, 1), (1_000, 0)]
+    ]
+    assert [check.ok for check in saved] == [True, False, True]
+    assert saved[0].detail == "1,000 - 999 = 1 tokens"
+    compiled = check_compilations(passes(0, 0, 1))
+    assert (compiled.ok, compiled.detail) == (False, "reference 0, cache off 0, cache on 1")
+    assert check_compilations(passes(0, 0, 0)).ok
+
+
 def pass_result(name: str, preemptions: int, evicted_blocks: int) -> PassResult:
     return PassResult(name, 60, 100, 1000, 0, preemptions, evicted_blocks, 0, 1.0)
 
@@ -104,6 +161,8 @@ def test_a_pool_that_never_runs_short_is_not_exercised(off: int, on: int, evicte
     detail = f"not exercised: {off} and {on} preemptions, {evicted} blocks evicted"
     skipped = check_exercised(runs)
     assert (skipped.ok, skipped.verdict, skipped.detail) == (True, "SKIP", detail)
+    least = [pass_result("", min(number, 1), 1) for number in (0, 1, 1)]
+    assert check_exercised(least).verdict == "PASS"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +194,8 @@ def test_parked_requests_must_resume_and_compute_nothing_again(
 def test_a_leak_of_any_pass_on_any_tier_is_found() -> None:
     good, bad = FREE, Check("no host block is", False, "1")
     run = EnginePass(pass_result("host tier", 0, 0), [], [good])
-    assert check_no_leak([run, run]) == Check(good.name, True, "host tier: all free")
+    first = dataclasses.replace(run, result=pass_result("reference", 0, 0))
+    assert check_no_leak([first, run]) == Check(good.name, True, "host tier: all free")
     broken = dataclasses.replace(run, leaks=[good, bad])
     assert check_no_leak([broken, run]) == Check(bad.name, False, "host tier: 1")
 
