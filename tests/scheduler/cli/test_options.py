@@ -1,0 +1,130 @@
+"""Every option of every command is read, and reaches the nodes that a command starts."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.scheduler.cli.generate_on_nodes import node_options
+from radixkv.scheduler.cli.main import build_parser
+from radixkv.scheduler.cli.options.generate import GUIDED
+from radixkv.scheduler.cli.prompts import Sizes
+from radixkv.scheduler.request import SamplingParams
+
+CLI = Path(__file__).parents[3] / "scheduler" / "cli"
+BY_NAME = {*GUIDED, *(each.name for each in fields(SamplingParams))}
+"""Read by names from a list: `tests/scheduler/cli/test_generate.py` has a case for each."""
+OF_ONE_NODE = {
+    *("help", "name", "gateway", "listen", "secret_file", "parent_pid", "storage"),
+    *("kv_events", "kv_events_replay", "kv_events_topic"),
+}
+"""Options of a node that the command which starts it gives it for itself, or refuses."""
+
+OF_SIZES = {"device_blocks", "token_budget", "max_running", "max_model_len"}
+
+
+def commands(parser: Any, module: str = "") -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
+    """Yield name, parser and module of each command that runs something."""
+    module = parser.get_default("module") or module
+    below = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+    if not below:
+        yield parser.prog.removeprefix("radixkv "), parser, module
+    for actions in below:
+        for each in actions.choices.values():
+            yield from commands(each, module)
+
+
+PARSERS = {name: parser for name, parser, _ in commands(build_parser())}
+MODULES = {name: module for name, _, module in commands(build_parser())}
+
+
+def file_of(*names: str) -> Path | None:
+    """Return the file of a module of the command line, or None."""
+    path = CLI.joinpath(*names)
+    return next(
+        (each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None
+    )
+
+
+def files_below(path: Path | None, found: set[Path]) -> set[Path]:
+    """Add a module of the command line, and those that it imports, to `found`."""
+    if path is None or path in found:
+        return found
+    found.add(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        base = path.parents[node.level - 1]
+        if base != CLI and CLI not in base.parents:
+            continue
+        folder = base.relative_to(CLI).parts
+        module = (*folder, *(node.module or "").split(".")) if node.module else folder
+        files_below(file_of(*module), found)
+        for name in node.names:
+            files_below(file_of(*module, name.name), found)
+    return found
+
+
+def names_read(path: Path) -> Iterator[str]:
+    """Yield the attributes of parsed arguments that a module reads, and its names in quotes."""
+    is_option = "options" in path.relative_to(CLI).parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            if getattr(node.value, "id", getattr(node.value, "attr", "")) in (
+                *("arguments", "_arguments", "given"),
+            ):
+                yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not is_option:
+            yield node.value
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_every_option_is_read(command: str) -> None:
+    files = files_below(file_of(*MODULES[command].split(".")), {CLI / "main.py"})
+    read = {name for path in files for name in names_read(path)} | BY_NAME
+    assert not {each.dest for each in PARSERS[command]._actions} - read - {"help"}
+
+
+def another_value(action: argparse.Action, of_node: argparse.Action) -> list[str]:
+    """Return an option and a value that both commands take and that is the default of neither."""
+    option = action.option_strings[0]
+    if action.nargs == 0:
+        return [option]
+    if action.choices:
+        both = [each for each in action.choices if each in (of_node.choices or ())]
+        return [
+            option,
+            next(each for each in both if each not in (action.default, of_node.default)),
+        ]
+    return [option, "7"]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_nodes_get_the_options_of_the_command_that_starts_them(command: str, role: str) -> None:
+    starting, node = PARSERS[command], PARSERS[f"{role}-node"]
+    of_node = {each.dest: each for each in node._actions}
+    of_both = of_node.keys() & {each.dest for each in starting._actions}
+    passed_on = of_both - OF_ONE_NODE - OF_SIZES - {"model_dir"}
+    argv = ["a model"]
+    for action in starting._actions:
+        if action.dest in passed_on:
+            argv += another_value(action, of_node[action.dest])
+        elif action.required and action.option_strings:
+            argv += [action.option_strings[0], "7"]
+    given = starting.parse_args(argv)
+    sizes = Sizes(num_blocks=8, token_budget=9, max_running=10, max_model_len=11)
+    options = [str(each) for each in node_options(given, sizes, role)]
+    got = node.parse_args(["a model", "--gateway", "127.0.0.1:1", *options])
+    assert {dest: getattr(got, dest) for dest in OF_SIZES} == dict(
+        device_blocks=8, token_budget=9, max_running=10, max_model_len=11
+    )
+    for dest in passed_on:
+        assert getattr(got, dest) == getattr(given, dest), dest
+        assert getattr(got, dest) != node.get_default(dest), dest
