@@ -66,21 +66,29 @@ class Guided:
         """Return the grammar of llguidance.
 
         Raises:
-            RequestError: if a schema is not JSON.
+            RequestError: if a schema is not JSON, or a text is not Unicode.
         """
+        try:
+            return self._compile()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"guided output is not Unicode text: {error}") from error
+
+    def _compile(self) -> str:
         from llguidance import LLMatcher
 
         if self.json is not None:
             try:
                 schema = json.loads(self.json) if isinstance(self.json, str) else dict(self.json)
                 return LLMatcher.grammar_from_json_schema(json.dumps(schema))
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 raise RequestError(f"guided json is not a JSON schema: {error}") from error
         if self.regex is not None:
             return LLMatcher.grammar_from_regex(self.regex)
         if self.choice is not None:
-            texts = " | ".join(json.dumps(each, ensure_ascii=False) for each in self.choice)
-            return LLMatcher.grammar_from_lark(f"start: {texts}")
+            # JSON allows DEL in a string, the lexer of Lark does not.
+            texts = [json.dumps(each, ensure_ascii=False) for each in self.choice]
+            choices = " | ".join(each.replace("\x7f", "\\u007f") for each in texts)
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
         assert self.grammar is not None, "checked by the constructor"
         return LLMatcher.grammar_from_lark(self.grammar)
 

@@ -167,6 +167,13 @@ def test_what_says_nothing_is_refused(fields, text):
     assert str(refused.value) == text
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("guided", "text"),
     [
@@ -174,12 +181,28 @@ def test_what_says_nothing_is_refused(fields, text):
         (Guided(json={"type": "strange"}), "guided output is refused: Invalid type: strange"),
         (Guided(regex="a("), "guided output is refused: at 1(8): invalid regex"),
         (Guided(grammar="start: x"), 'guided output is refused: at 1(8): unknown name: "x"'),
+        (Guided(json="[" * 10**5), "guided json is not a JSON schema: maximum recursion depth"),
+        (Guided(json=nested(10**5)), "guided json is not a JSON schema: maximum recursion depth"),
+        *(
+            (guided, "guided output is not Unicode text: 'utf-8' codec can't encode")
+            for guided in [
+                Guided(regex="\ud800"),
+                Guided(choice=["a", "\udfff"]),
+                Guided(grammar='start: "\ud800"'),
+            ]
+        ),
     ],
 )
 def test_a_grammar_that_cannot_be_compiled_is_refused(compiled, guided, text):
     with pytest.raises(RequestError, match=f"^{re.escape(text)}"):
         compiled[0].generate(["the"], GenerationParams(4, guided=guided))
     assert not compiled[0].engine.has_work
+
+
+def test_a_choice_may_have_any_character(directory):
+    tokenizer = TextTokenizer(directory)
+    every = "".join(map(chr, [*range(1, 0x180), 0x2028, 0xFEFF, 0xFFFF, 0x10FFFF]))
+    assert tokenizer.guide(Guided(choice=[every, *every]), {1})
 
 
 def test_what_guides_need(compiled, directory, monkeypatch):
