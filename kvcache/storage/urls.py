@@ -70,6 +70,7 @@ def open_backend(url: str, options: BackendOptions | None = None) -> Backend:
         OpenToOthersError: if other users can access it.
         ValueError: if a time or size is not positive, or sync is unknown.
     """
+    _check_breaks(url)
     scheme, separator, _ = url.partition("://")
     if not separator or scheme not in _SCHEMES:
         known = ", ".join(f"{name}://" for name in _SCHEMES)
@@ -111,6 +112,7 @@ def directory_of(url: str) -> str | None:
     """
     if not url.startswith("file://"):
         return None
+    _check_breaks(url)
     parts = _split(url)
     path = unquote(parts.path)
     if parts.netloc or path in ("", "/") or "\0" in path or parts.query or parts.fragment:
@@ -186,6 +188,11 @@ def _key_prefix(options: BackendOptions) -> str:
     if options.namespace is None:
         return DEFAULT_PREFIX
     return f"{DEFAULT_PREFIX}{namespace_digits(options.namespace)}:"
+
+
+def _check_breaks(url: str) -> None:
+    if {"\t", "\r", "\n"} & set(url):  # which urlsplit takes out
+        raise StorageUrlError("the storage URL has a tab or a line break: write %09, %0D or %0A")
 
 
 def _split(url: str) -> SplitResult:

@@ -130,6 +130,9 @@ class _About:
         self._model.check_name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "expected either prompt or messages", param="prompt")
+        if body.messages is None and body.chat_template_kwargs is not None:
+            name = "chat_template_kwargs"
+            raise ApiError(400, f"{name} needs messages", param=name)
         with self._count.admit(1):  # those who generate share the threads
             tokens = await asyncio.to_thread(self._encode, body)
         limit = self._model.max_model_len

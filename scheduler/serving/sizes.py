@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 import jax
 
+from ...kvcache.tokens import as_count
 from ..engine.calls import Group
 from ..errors import ConfigError
 from ..models import ModelConfig
@@ -151,14 +152,24 @@ def choose_sizes(
         kv_copies: number of devices that hold the KV of the same heads.
 
     Raises:
+        CountError: for a size that is no integer of at least 1.
         ConfigError: for a fraction that is none, or if there is no room for a block.
     """
     is_cpu = memory.platform == "cpu"
     fraction = (0.3 if is_cpu else 0.9) if memory_fraction is None else memory_fraction
-    if not 0 < fraction <= 1:
-        raise ConfigError(f"memory_fraction must be above 0 and at most 1, got {fraction}")
-    token_budget = token_budget or (256 if is_cpu else 1024)
-    max_running = max_running or min(16 if is_cpu else 128, token_budget)
+    if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+        raise ConfigError(f"memory_fraction must be above 0 and at most 1, got {fraction!r}")
+    block_size = as_count("block_size", block_size, 1)
+    if num_blocks is not None:
+        num_blocks = as_count("num_blocks", num_blocks, 1)
+    if token_budget is None:
+        token_budget = 256 if is_cpu else 1024
+    token_budget = as_count("token_budget", token_budget, 1)
+    if max_running is None:
+        max_running = min(16 if is_cpu else 128, token_budget)
+    max_running = as_count("max_running", max_running, 1)
+    if max_model_len is not None:
+        max_model_len = as_count("max_model_len", max_model_len, 1)
     elements_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     bytes_per_block = elements_per_token * block_size * itemsize
     if num_blocks is None:

@@ -786,6 +786,12 @@ REFUSED: list[tuple[str, dict[str, Any], int, Any]] = [
     ),
     ("/tokenize", {}, 400, error("expected either prompt or messages", "prompt")),
     (
+        "/tokenize",
+        {"prompt": "x", "chat_template_kwargs": {}},
+        400,
+        error("chat_template_kwargs needs messages", "chat_template_kwargs"),
+    ),
+    (
         "/detokenize",
         {"tokens": [2**31]},
         400,

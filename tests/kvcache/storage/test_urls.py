@@ -141,6 +141,11 @@ BUCKET = "a bucket's URL is s3://BUCKET or s3://BUCKET/PREFIX"
         ("s3://b%20d", BUCKET),
         ("s3://bucket/../x", "a bucket's prefix has no steps . and .."),
         ("s3://bucket/x/%2e", "a bucket's prefix has no steps . and .."),
+        *(
+            (f"{url}{break_}x", "the storage URL has a tab or a line break: write %09, %0D or %0A")
+            for url in ("file:///d", "s3://bucket/d", "redis://host/1", "unix:///d")
+            for break_ in "\t\r\n"
+        ),
         ("memory://x", "the URL of memory:// ends there"),
         ("redis://host/x", None),
     ],

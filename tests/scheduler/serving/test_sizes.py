@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixkv.kvcache import CountError
 from radixkv.scheduler import ConfigError
 from radixkv.scheduler.models import ModelConfig, load_config, make_tiny_checkpoint
 from radixkv.scheduler.serving import sizes
@@ -119,9 +120,28 @@ def test_no_room(config):
         choose_sizes(config, 4, DeviceMemory("gpu", 2**34, 2**33), memory_fraction=0.5)
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 0, 1.1])
+@pytest.mark.parametrize(
+    "name", ["block_size", "num_blocks", "token_budget", "max_running", "max_model_len"]
+)
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "must be at least 1, got 0"),
+        (-1, "must be at least 1, got -1"),
+        (2.5, "must be an integer, got 2.5"),
+        ("8", "must be an integer, got '8'"),
+        (False, "must be an integer, got False"),
+    ],
+)
+def test_sizes_that_are_no_counts(config, name, value, text):
+    size: Any = {name: value}
+    with pytest.raises(CountError, match=f"^{name} {text}$"):
+        choose_sizes(config, 4, DeviceMemory("gpu", 2**34, 0), **size)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 0, 1.1, "0.5"])
 def test_fractions_that_are_none(config, fraction):
-    text = f"^memory_fraction must be above 0 and at most 1, got {re.escape(str(fraction))}$"
+    text = f"^memory_fraction must be above 0 and at most 1, got {re.escape(repr(fraction))}$"
     with pytest.raises(ConfigError, match=text):
         choose_sizes(config, 4, DeviceMemory("gpu", 2**34, 0), memory_fraction=fraction)
 
