@@ -50,6 +50,7 @@ class StreamChecker:
         self.num_restarts = self.num_replayed = 0
         self._replay = replay
         self._receiver = self._new_receiver()
+        self._num_before = 0  # batches of earlier runs
         self._last: Message | None = None  # of the run
         self._last_ts = 0.0
         self._malformed: set[int] = set()  # hashes of the messages
@@ -68,8 +69,8 @@ class StreamChecker:
 
     @property
     def num_batches(self) -> int:
-        """Number of batches since the publisher began, as far as they came."""
-        return self._receiver.num_batches
+        """Number of batches that came, of all runs of the publisher."""
+        return self._num_before + self._receiver.num_batches
 
     @property
     def joined_late(self) -> bool:
@@ -85,7 +86,11 @@ class StreamChecker:
         self._add(MALFORMED, str(error))
 
     def begin(self) -> None:
-        """Ask for what was published before."""
+        """Ask for what was published before.
+
+        Raises:
+            TimeoutError: if nobody answers.
+        """
         for message in self._again(0):
             self.num_replayed += 1
             self._apply(message, self._decode(message))
@@ -101,23 +106,27 @@ class StreamChecker:
 
     def _begin_anew(self) -> None:
         self.num_restarts += 1
+        self._num_before += self._receiver.num_batches
         self._receiver, self._last = self._new_receiver(), None
 
     def _ask_before(self, seq: int) -> None:
-        """Apply the batches before one that did not come.
+        """Apply the batches before one that did not come, as far as a replay has them.
 
         The last one that came is asked for again: if the publisher has sent another one with its
         number, it has begun anew, and come further than before.
         """
         last = self._last
-        for missed in self._again(0 if last is None else last.seq):
-            if last is not None and missed.seq == last.seq and missed.payload != last.payload:
-                self._begin_anew()
-                self._ask_before(seq)
-                return
-            if missed.seq < seq and not self._came(missed):
-                self.num_replayed += 1
-                self._apply(missed, self._decode(missed))
+        try:
+            for missed in self._again(0 if last is None else last.seq):
+                if last is not None and missed.seq == last.seq and missed.payload != last.payload:
+                    self._begin_anew()
+                    self._ask_before(seq)
+                    return
+                if missed.seq < seq and not self._came(missed):
+                    self.num_replayed += 1
+                    self._apply(missed, self._decode(missed))
+        except TimeoutError:
+            pass  # what did not come is a finding
 
     def _came(self, message: Message) -> bool:
         """Whether the number of a message came already."""
@@ -190,14 +199,21 @@ def _medium(event: Stored | Removed) -> str:
 def _stored(event: Stored, medium: str) -> Iterator[SpecStored]:
     """Yield the blocks of an event; those that depend on more than tokens one by one."""
     hashes, tokens, size = event.block_hashes, event.token_ids, event.block_size
-    whole: Any = (event.lora_name, event.cache_salt)
     keys = event.extra_keys
     if not keys or len(keys) != len(hashes) or len(tokens) != size * len(hashes):
-        namespace = b"" if whole == (None, None) else repr(whole).encode()
+        namespace = _namespace(event, None)
         yield SpecStored(medium, hashes, event.parent_block_hash, tokens, size, namespace)
         return
     parent = event.parent_block_hash
     for place, (name, extra) in enumerate(zip(hashes, keys, strict=True)):
         block = tokens[place * size : (place + 1) * size]
-        yield SpecStored(medium, [name], parent, block, size, repr((whole, extra)).encode())
+        yield SpecStored(medium, [name], parent, block, size, _namespace(event, extra))
         parent = name
+
+
+def _namespace(event: Stored, extra: Any) -> bytes:
+    """Return what a block depends on besides tokens; `extra` is its own entry of `extra_keys`."""
+    whole = (event.lora_name, event.cache_salt)
+    if extra is None:
+        return b"" if whole == (None, None) else repr(whole).encode()
+    return repr((whole, extra)).encode()

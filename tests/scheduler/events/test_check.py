@@ -273,3 +273,43 @@ def test_our_manager_has_no_finding(prompts: list[list[int]], num_blocks: int) -
     checker = check(messages)
     assert not checker.findings, checker.examples
     assert checker.num_blocks().get("GPU", 0) == manager.stats().cached_blocks
+
+
+@pytest.mark.parametrize("lora", [None, "adapter"])
+@pytest.mark.parametrize("keys", [[None], [None, None], [None, ["an image"]]])
+def test_no_extra_keys_are_the_same_however_they_are_written(keys: list[Any], lora: Any) -> None:
+    """The blocks of one tier come with their keys, those of another without."""
+    hashes = list(range(len(keys)))
+    fields: dict[str, Any] = {"block_size": 1, "lora_id": None, "lora_name": lora}
+    gpu = {"block_hashes": hashes, "token_ids": hashes, "parent_block_hash": None, **fields}
+    cpu = {"block_hashes": [0], "token_ids": [0], "parent_block_hash": None, **fields}
+    batch = [
+        {"type": "BlockStored", "medium": "GPU", "extra_keys": keys, **gpu},
+        {"type": "BlockStored", "medium": "CPU", "extra_keys": None, **cpu},
+    ]
+    checker = check([Message(0, msgspec.msgpack.encode([1.0, batch]))])
+    assert not checker.findings
+    assert checker.num_blocks() == {"CPU": 1, "GPU": len(keys)}
+
+
+def test_batches_of_all_runs_are_counted() -> None:
+    runs = [(run, seq) for run in range(3) for seq in range(2)]
+    checker = check([Message(seq, encode_batch(10.0 * run + seq, [])) for run, seq in runs])
+    assert (checker.num_batches, checker.num_restarts) == (6, 2)
+
+
+def test_a_replay_that_nobody_answers_leaves_a_gap() -> None:
+    def replay(_: int) -> Iterator[Message]:
+        yield message(0)
+        yield message(1, BlockRemoved("GPU", (9,)))
+        raise TimeoutError("nobody")
+
+    checker = StreamChecker(replay)
+    checker.receive(message(0))
+    checker.receive(message(5))
+    assert codes(checker) == {"K5": 1, "K7": 1}
+    [why] = checker.examples["K7 gap-is-seen"]
+    assert why == "batch 2 to 4 did not come before 5, nor by a replay"
+    assert (checker.num_batches, checker.num_replayed) == (3, 1)
+    with pytest.raises(TimeoutError, match=r"^nobody$"):
+        StreamChecker(replay).begin()
