@@ -31,6 +31,7 @@ EQUIVALENT: Final = Path(__file__).with_name("equivalent_unit_mutants.toml")
 
 _COPIES, _STORAGE, _KERNELS = "tests/kvcache/copies/", "tests/kvcache/storage/", "tests/kernels/"
 _SCHEDULERS, _HANDOFF = "tests/scheduler/schedulers/", "tests/scheduler/handoff/"
+_END_TO_END = "tests/end_to_end/"
 _ENGINE, _EVENTS = "tests/scheduler/engine/", "tests/scheduler/events/"
 _METRICS, _MODELS = "tests/scheduler/metrics/", "tests/scheduler/models/"
 _REPLAY, _TEXT = "tests/scheduler/replay/", "tests/scheduler/text/"
@@ -86,9 +87,12 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     ),
     "scheduler/gateway/network_gateway.py": _tests(_HANDOFF, "network_gateway", "scenarios"),
     "scheduler/gateway/retries.py": _tests(_HANDOFF, "gateway", "sides"),
-    "scheduler/engine/adjustments.py": _tests(_ENGINE, "adjustments", "sampling", "step_arrays"),
+    "scheduler/engine/adjustments.py": (
+        *_tests(_ENGINE, "adjustments", "sampling"),
+        *_tests(_END_TO_END, "adjusted_sampling", "guided"),
+    ),
     "scheduler/engine/calls.py": _tests(_ENGINE, "calls"),
-    "scheduler/engine/logprobs.py": _tests(_ENGINE, "sampling", "step_arrays"),
+    "scheduler/engine/logprobs.py": _tests(_END_TO_END, "logprobs"),
     "scheduler/engine/sampling.py": _tests(_ENGINE, "sampling"),
     "scheduler/events/check.py": _tests(_EVENTS, "check"),
     "scheduler/events/publisher.py": _tests(_EVENTS, "publisher"),
@@ -118,8 +122,10 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "scheduler/replay/hits/oracles.py": _tests(_REPLAY, "hits"),
     "scheduler/replay/hits/tier_law.py": _tests(_REPLAY, "tier_law"),
     "scheduler/replay/report.py": _tests(_REPLAY, "report", "page", "checks"),
-    "scheduler/replay/simulation/accounting.py": _tests(_REPLAY, "single_node", "cluster"),
-    "scheduler/replay/simulation/cluster.py": _tests(_REPLAY, "cluster"),
+    "scheduler/replay/simulation/accounting.py": _tests(
+        _REPLAY, "single_node", "cluster", "tier_links", "simulated_storage"
+    ),
+    "scheduler/replay/simulation/cluster.py": _tests(_REPLAY, "cluster", "latency"),
     "scheduler/replay/simulation/cost_model.py": _tests(_REPLAY, "cost_model", "single_node"),
     "scheduler/replay/simulation/latency.py": _tests(_REPLAY, "latency", "cluster"),
     "scheduler/replay/simulation/simulated_node.py": _tests(_REPLAY, "cluster"),
