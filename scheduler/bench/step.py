@@ -91,7 +91,7 @@ class _StandInDevice:
     """Device that takes a set time for a step, one after the other.
 
     Attributes:
-        idle_s: time without a step, since the first one.
+        idle_s: time without a step since `begin`.
     """
 
     def __init__(self, step_s: float) -> None:
@@ -99,6 +99,14 @@ class _StandInDevice:
         self._step_s = step_s
         self._ends: deque[float] = deque()
         self._busy_until: float | None = None
+
+    def begin(self) -> float:
+        """Count idle time from now on; return now."""
+        now = time.perf_counter()
+        self.idle_s = 0.0
+        if self._busy_until is not None:
+            self._busy_until = max(now, self._busy_until)
+        return now
 
     def launch(self) -> None:
         now = time.perf_counter()
@@ -152,8 +160,8 @@ class _Bench:
         for _ in range(self.scheduler.depth):  # compiles, and fills the queue
             self._start()
         self.spans_ns.clear()
-        self.num_bytes, self.device.idle_s = 0, 0.0
-        begin = time.perf_counter()
+        self.num_bytes = 0
+        begin = self.device.begin()
         for _ in range(NUM_STEPS):
             self._read()
             self._start()

@@ -55,6 +55,24 @@ def test_a_device_is_idle_from_the_end_of_a_step_to_the_next_launch(
     assert slept == [2.0]  # the first two are over
 
 
+def test_idle_time_before_the_measurement_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    device = step._StandInDevice(2.0)
+    assert device.begin() == 0.0
+    device.launch()  # until 2
+    now = 5.0
+    assert device.begin() == 5.0
+    now = 6.0
+    device.launch()  # until 8
+    assert device.idle_s == 1.0
+    now = 7.0
+    device.begin()
+    now = 8.5
+    device.launch()
+    assert device.idle_s == 0.5
+
+
 def test_requests_too_short_for_the_steps_are_refused() -> None:
     text = r"^max_model_len 58 is less than 5 prompt tokens and 54 new ones$"
     with pytest.raises(WorkloadError, match=text):
