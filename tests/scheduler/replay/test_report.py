@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -22,9 +23,13 @@ from radixkv.scheduler.replay.report import (
 )
 from radixkv.scheduler.replay.simulation.cluster import ClusterConfig, simulate_cluster
 from radixkv.scheduler.replay.simulation.cost_model import named_costs
-from radixkv.scheduler.replay.simulation.latency import Percentiles
+from radixkv.scheduler.replay.simulation.latency import Latencies, Percentiles
+from radixkv.scheduler.replay.simulation.simulated_node import RoleResult
+from radixkv.scheduler.replay.simulation.simulated_storage import StorageCounts
 from radixkv.scheduler.replay.simulation.single_node import SimulationConfig, simulate
+from radixkv.scheduler.replay.simulation.tier_links import TierCounts
 from radixkv.scheduler.replay.trace import SkippedLine, Trace
+from radixkv.scheduler.terminal.console import to_text
 
 
 def words(text: str) -> str:
@@ -343,3 +348,133 @@ def test_the_summary_names_a_sufficient_cache_size(
         "Of the prompt blocks, 21.2% repeat an earlier prefix; a cache of 20,000 blocks of 512 "
         "tokens finds 100% of these."
     ) in words(curve.text())
+
+
+LATENCIES = Latencies(
+    ttft_s=Percentiles(0.126, 9.98, 12.345),
+    tpot_s=Percentiles(0.0123, 0.456, 7.8912),
+    end_to_end_s=Percentiles(99.94, 123.4, 4_567.8),
+    slo_ttft_s=1.0,
+    slo_tpot_s=0.025,
+    slo_attainment=0.1234,
+    goodput_requests_per_s=5.678,
+)
+LATENCY_ROWS = {
+    "time to first token, s": "0.13/9.98/12.3",
+    "time per output token, ms": "12.3/456/7891",
+    "end to end, s": "99.9/123/4568",
+    "goodput, requests/s": "5.68",
+    "requests within the SLO": "12.3%",
+}
+
+
+def rows_of(report: ReplayReport, name: str) -> dict[str, str]:
+    """The rows of the table of a section whose last column is the only one, or the last."""
+    [section] = [each for each in report.sections() if each.name == name]
+    lines = to_text(section.parts[0]).splitlines()
+    cells = [re.split(r"  +", line.strip()) for line in lines]
+    return {each[0]: each[-1] for each in cells if len(each) > 1}
+
+
+def test_each_figure_of_a_simulation_is_in_its_row(report: ReplayReport) -> None:
+    storage = StorageCounts(
+        storage_blocks=1, used_blocks=2, evicted_blocks=3_001, late_blocks=4_001,
+        bytes_written=5_100_000_000, bytes_read=6_200_000_000, busy_writing_s=7, busy_reading_s=8,
+    )  # fmt: skip
+    tiers = TierCounts(
+        host_blocks=1, demoted_blocks=2_002, promoted_blocks=3_002, dropped_blocks=4_002,
+        parked=5_002, resumed=6_002, bytes_to_host=7_100_000_000, bytes_to_device=8_200_000_000,
+        busy_to_host_s=9, busy_to_device_s=10, waited_s=11.254, storage=storage,
+    )  # fmt: skip
+    run = dataclasses.replace(
+        report.simulation.runs["cache on"],
+        refused=1_003, prompt_tokens=10_000, hit_tokens=2_050, host_hit_tokens=1_140,
+        storage_hit_tokens=330, recomputed_tokens=4_003, preemptions=5_003, steps=6_003,
+        mean_budget_use=0.614, num_blocks=7_003, mean_occupancy=0.816, peak_occupancy=0.924,
+        evicted_blocks=8_003, simulated_s=9_003.26, latencies=LATENCIES,
+        scheduler_us_per_step=321.4, tiers=tiers,
+    )  # fmt: skip
+    config = SimulationConfig(slo_tpot_s=0.025, slo_ttft_s=2.5)
+    section = dataclasses.replace(report.simulation, config=config, runs={"all": run})
+    made = dataclasses.replace(report, simulation=section)
+    assert rows_of(made, "simulation") == {
+        **LATENCY_ROWS,
+        "prompt tokens hit": "2,050 (20%)",
+        "hit on the host": "1,140 (11%)",
+        "hit in storage": "330 (3%)",
+        "prompt tokens computed": f"{run.computed_tokens:,}",
+        "preemptions": "5,003",
+        "tokens recomputed": "4,003",
+        "parked / resumed": "5,002 / 6,002",
+        "copied to the host, GB": "7.1",
+        "copied to the device, GB": "8.2",
+        "blocks demoted": "2,002",
+        "blocks promoted": "3,002",
+        "blocks dropped by the host": "4,002",
+        "idle, waiting for a copy, s": "11.25",
+        "written to storage, GB": "5.1",
+        "read from storage, GB": "6.2",
+        "blocks evicted from storage": "3,001",
+        "blocks past their deadline": "4,001",
+        "pool in use, mean / peak": "82% / 92%",
+        "blocks evicted": "8,003",
+        "requests refused": "1,003",
+        "simulated time, s": "9,003.3",
+        "steps": "6,003",
+        "token budget in use, mean": "61%",
+        "scheduler, us CPU per step": "321",
+    }
+    flat = words(made.text())
+    assert "SLO: first token within 2.5 s, then 25 ms per token. The pool has 7,003 blocks" in flat
+    assert "1.00 ms" not in flat and "checks" not in made.to_json()["simulation"]["runs"]["all"]
+
+
+def test_each_figure_of_nodes_is_in_its_row(report: ReplayReport) -> None:
+    run = dataclasses.replace(
+        report.clusters.runs["reserve none"],
+        refused=1_004, prompt_tokens=10_000, hit_tokens=2_004, own_tokens=3_004, sent_blocks=5,
+        sent_bytes=4.2e9, busy_refusals=5_004, preemptions=6_004, recomputed_tokens=7_004,
+        prefill=RoleResult(8_004, 0.114, 0.224, 0.334, 5),
+        decode=RoleResult(9_004, 0.446, 0.556, 0.666, 6),
+        simulated_s=10_004.14, latencies=LATENCIES, scheduler_us_per_step=432.1,
+    )  # fmt: skip
+    clusters = dataclasses.replace(report.clusters, runs={"all": run})
+    assert rows_of(dataclasses.replace(report, clusters=clusters), "apart") == {
+        **LATENCY_ROWS,
+        "prompt tokens hit on P": "2,004 (20.0%)",
+        "prompt tokens hit on D": "3,004 (30.0%)",
+        "sent from P to D, GB": "4.2",
+        "retries, no room on D": "5,004",
+        "preemptions": "6,004",
+        "tokens recomputed": "7,004",
+        "time in steps, P / D": "11% / 45%",
+        "pool in use on D, mean / peak": "56% / 67%",
+        "requests refused": "1,004",
+        "simulated time, s": "10,004.1",
+        "steps, P / D": "8,004 / 9,004",
+        "scheduler, us CPU per step": "432",
+    }
+
+
+def test_each_figure_of_the_real_run_is_in_its_row(report: ReplayReport) -> None:
+    run = PassResult(
+        "all", num_blocks=1_005, steps=2_005, prefill_tokens=3_005, hit_tokens=4_005,
+        preemptions=5_005, evicted_blocks=6_005, compilations=7_005, wall_s=8.26,
+        host_hit_tokens=9_005, parked=10_005, resumed=11_005, recomputed_tokens=12_005,
+        bytes_to_host=13_100_000, bytes_to_device=14_200_000,
+    )  # fmt: skip
+    real = dataclasses.replace(report.real, run=dataclasses.replace(report.real.run, runs=(run,)))
+    assert rows_of(dataclasses.replace(report, real=real), "real_run") == {
+        "blocks": "1,005",
+        "steps": "2,005",
+        "prefill tokens": "3,005",
+        "hit tokens": "4,005",
+        "hit on the host": "9,005",
+        "preemptions": "5,005",
+        "parked / resumed": "10,005 / 11,005",
+        "blocks evicted": "6,005",
+        "copied to the host, MB": "13.1",
+        "copied to the device, MB": "14.2",
+        "compiled after warm-up": "7,005",
+        "time, s": "8.3",
+    }
