@@ -99,7 +99,10 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "scheduler/events/subscriber.py": _tests(_EVENTS, "publisher", "check"),
     "scheduler/events/wire.py": _tests(_EVENTS, "wire"),
     "scheduler/metrics/definitions.py": _tests(_METRICS, "definitions", "recorder"),
-    "scheduler/metrics/engine_metrics.py": _tests(_METRICS, "definitions", "recorder"),
+    "scheduler/metrics/engine_metrics.py": (
+        *_tests(_METRICS, "definitions", "recorder"),
+        *_tests(_END_TO_END, "metrics"),
+    ),
     "scheduler/metrics/histogram.py": _tests(_METRICS, "definitions", "recorder"),
     "scheduler/metrics/nodes_metrics.py": _tests(_METRICS, "nodes_metrics"),
     "scheduler/metrics/recorder.py": _tests(_METRICS, "recorder", "definitions"),
