@@ -78,7 +78,8 @@ class _Followed:
 class NetworkGateway:
     """A ``Gateway`` that learns of its nodes from their messages, over a lossy network.
 
-    A node joins with a `NodeStatus`. It is gone when it is silent for a while, or comes back with
+    A node joins with a `NodeStatus`. If it cannot serve beside the others it is refused, until a
+    later status finds those gone. A node is gone when it is silent for a while, or comes back with
     another epoch; its attempts are retried on other nodes. This class does no I/O: carry out
     `take_actions` after every call.
 
@@ -366,22 +367,28 @@ class NetworkGateway:
         if known is not None and (known.epoch, known.status) != (epoch, status):
             self._lose(peer)
             known = None
-        if known is not None:
-            self.nodes[peer] = node = replace(known, heard_at=self._now, load=load)
-            if not known.refusal:
-                self._gateway.set_free(peer, node.num_free)
-            self._gateway.set_unheard(peer, unheard)
-            self._follow_again(peer)
-            self._asked.discard(peer)
-            if not known.refusal and self._gateway.next_update(peer) < num_updates:
-                self._ask(peer)
+        if known is not None and not known.refusal:
+            node = replace(known, heard_at=self._now, load=load)
+        else:  # the nodes that it could not serve beside may be gone
+            node = RemoteNode(status, epoch, self._now, self._refusal_of(peer, status), load)
+        self.nodes[peer] = node
+        if node.refusal:
             return
-        refusal = refusal_of(status, self.nodes, self._model)
+        if known is None or known.refusal:
+            self._accept(peer, status)
+        self._gateway.set_free(peer, node.num_free)
+        self._gateway.set_unheard(peer, unheard)
+        self._follow_again(peer)
+        self._asked.discard(peer)
+        if self._gateway.next_update(peer) < num_updates:
+            self._ask(peer)
+
+    def _refusal_of(self, peer: NodeId, status: NodeStatus) -> str:
         if peer in self._draining:
-            refusal = "it was drained, and its name is not used again"
-        self.nodes[peer] = node = RemoteNode(status, epoch, self._now, refusal, load)
-        if refusal:
-            return
+            return "it was drained, and its name is not used again"
+        return refusal_of(status, self.nodes, self._model)
+
+    def _accept(self, peer: NodeId, status: NodeStatus) -> None:
         self.gone.pop(peer, None)
         self._actions.append(Connect(peer, status.address))
         size = CacheSize(status.num_blocks, status.block_size)
@@ -389,7 +396,6 @@ class NetworkGateway:
             self._gateway.add_prefill(peer, size)
         else:
             self._gateway.add_decode(peer, size)
-        self._gateway.set_free(peer, node.num_free)
 
     def _lose(self, peer: NodeId) -> None:
         node = self.nodes.pop(peer)

@@ -106,7 +106,7 @@ NODE_METRICS: Final[tuple[Metric[RemoteNode], ...]] = (
 )
 
 _NODE_UP: Final = "node_up"
-_NODE_UP_TEXT: Final = "1 while the node serves, 0 after it has gone or if it was refused."
+_NODE_UP_TEXT: Final = "1 while the node serves, 0 after it has gone or while it is refused."
 _OPEN: Final = "num_requests_open"
 _OPEN_TEXT: Final = "Requests that have not ended, also those that wait for a node."
 _COUNTS: Final = {

@@ -482,8 +482,8 @@ GATEWAY_BUGS: Final = [
         "a healed connection is avoided for ever",
         REMOTE,
         (
-            "            self._gateway.set_unheard(peer, unheard)\n",
-            "            if unheard:\n                self._gateway.set_unheard(peer, unheard)\n",
+            "        self._gateway.set_unheard(peer, unheard)\n",
+            "        if unheard:\n            self._gateway.set_unheard(peer, unheard)\n",
         ),
     ),
 ]

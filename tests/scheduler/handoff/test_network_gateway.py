@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from radixkv.scheduler.errors import NodesMissingError
-from radixkv.scheduler.gateway.network_gateway import NetworkGateway, SendToNode
+from radixkv.scheduler.gateway import remote_node
+from radixkv.scheduler.gateway.network_gateway import Connect, NetworkGateway, SendToNode
 from radixkv.scheduler.handoff import Hits
 from radixkv.scheduler.handoff.gateway_messages import (
+    CacheAsk,
     CacheUpdate,
     Finished,
     NodeStatus,
@@ -29,8 +32,8 @@ SILENCE_S = 5.0
 
 def join(gateway: NetworkGateway, name: str, now: float, epoch: int = 1, **more: Any) -> None:
     role: Role = "prefill" if name[0] == "p" else "decode"
-    status = NodeStatus(role, "127.0.0.1:5", "jax", 4, 64, "m", **more)
-    gateway.receive(name, epoch, status, now)
+    status = NodeStatus(role, "127.0.0.1:5", "jax", 4, 64, "m")
+    gateway.receive(name, epoch, replace(status, **more), now)
 
 
 def make(*names: str, **options: Any) -> NetworkGateway:
@@ -192,3 +195,118 @@ def test_a_lost_node_costs_its_requests_one_attempt(lost: str, how: str) -> None
         join(gateway, name, now + 4)
     gateway.tick(now + SILENCE_S)  # one that was drained has ended
     assert gateway.num_nodes_lost == (2 if how == "comes back" else 1)
+
+
+NIXL: Any = {"transport": "nixl"}
+KINDS: dict[str, dict[str, dict[str, Any]]] = {
+    "transport": {"p-new": NIXL, "d-new": NIXL},
+    "model": {name: {"model": "another"} for name in ("p-new", "d-new")},
+    "dtype": {name: {"model": "m bfloat16"} for name in ("p-new", "d-new")},
+    "block size": {name: {"block_size": 129} for name in ("p-new", "d-new")},
+    "block limit": {"p-new": {"num_blocks": 100}, "d-new": {"num_blocks": 100}},
+}
+
+
+def refused(gateway: NetworkGateway) -> dict[str, str]:
+    return {name: node.refusal for name, node in gateway.nodes.items() if node.refusal}
+
+
+@pytest.mark.parametrize("new", KINDS.values(), ids=KINDS)
+def test_nodes_of_another_kind_serve_once_those_before_are_gone(
+    new: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_node, "_MAX_BLOCKS", 200)
+    gateway = make("p-old", "d-old")
+    for now in range(1, 11):
+        for name in ("p-old", "d-old") if now <= 5 else ():
+            join(gateway, name, now)
+        for name, more in new.items():
+            join(gateway, name, now, **more, num_updates=3, unheard=("d-old",))
+        gateway.tick(now)
+        assert refused(gateway).keys() == new.keys()
+        assert gateway.num_attempts("p-new") == gateway.num_attempts("d-new") == 0
+    assert (list(gateway.gone), gateway.num_nodes_lost) == (["p-old", "d-old"], 2)
+    gateway.add_request(Request("a", [1, 2, 3], 2), 10.0)
+    gateway.tick(10.0)
+    gateway.take_actions()
+    for name, more in new.items():
+        join(gateway, name, 11.0, **more, num_updates=3)
+    asked = [SendToNode(name, CacheAsk(0)) for name in new]
+    address = "127.0.0.1:5"
+    connected = [Connect(name, address) for name in new]
+    assert gateway.take_actions() == [connected[0], asked[0], connected[1], asked[1]]
+    assert refused(gateway) == {}
+    assert (gateway.count("prefill"), gateway.count("decode")) == (1, 1)
+    sent = run(gateway, 11.0)
+    assert (sent.decode_node, gateway.num_attempts("p-new")) == ("d-new", 1)
+    gateway.check(SILENCE_S, 100.0)
+
+
+def test_refused_nodes_that_differ_serve_one_kind_after_the_other() -> None:
+    """The kind of the node that is heard first, when none serves any more, is next."""
+    gateway = make("p0", "d0")
+    kinds = {"p1": "a", "p2": "b", "d2": "b", "p3": "a"}
+    last = {"p1": 20.0, "p3": 20.0}
+    seen: list[set[NodeId]] = []
+    for turn in range(40):
+        now = float(turn)
+        for name, transport in kinds.items():
+            if now <= last.get(name, now):
+                join(gateway, name, now, transport=transport)
+        gateway.tick(now)
+        serving = {name for name, node in gateway.nodes.items() if not node.refusal}
+        if serving and serving not in seen:
+            seen.append(serving)
+        if serving == {"p1", "p3"}:
+            reason = "its transport is b, but that of p1 is a"
+            assert refused(gateway) == {"p2": reason, "d2": reason}
+    assert seen == [{"p0", "d0"}, {"p1", "p3"}, {"p2", "d2"}]
+
+
+def test_a_node_that_restarts_is_not_replaced_by_one_that_was_refused() -> None:
+    gateway = make("p0")
+    for epoch in (1, 2, 3):
+        join(gateway, "p0", float(epoch), epoch=epoch)
+        join(gateway, "d0", float(epoch), **NIXL)
+        assert refused(gateway) == {"d0": "its transport is nixl, but that of p0 is jax"}
+
+
+def test_a_refused_node_that_was_drained_does_not_serve_later() -> None:
+    gateway = make("p0")
+    join(gateway, "d0", 4.0, **NIXL)
+    gateway.drain("d0")
+    gateway.tick(SILENCE_S)
+    join(gateway, "d0", 6.0, **NIXL)
+    assert refused(gateway) == {"d0": "it was drained, and its name is not used again"}
+
+
+@pytest.mark.parametrize("first", ["joins", "is refused"])
+def test_what_a_node_does_not_hear_counts_from_its_first_status_on(first: str) -> None:
+    gateway = make("p0", "p1")
+    if first == "is refused":
+        join(gateway, "d0", 0.0, unheard=("p1",), **NIXL)
+    join(gateway, "d0", 0.0, epoch=2, unheard=("p0",))
+    for name in "ab":
+        gateway.add_request(Request(name, [1, 2, 3], 2), 0.0)
+        run(gateway, 0.0)
+    assert (gateway.num_attempts("p0"), gateway.num_attempts("p1")) == (0, 2)
+
+
+def test_what_a_refused_node_does_not_hear_is_forgotten() -> None:
+    gateway = make("p0", "p1")
+    for number in range(3):
+        now = 10.0 * number
+        for name in ("p0", "p1"):
+            join(gateway, name, now)
+        join(gateway, "d0", now, epoch=1, unheard=("p0",), **NIXL)
+        join(gateway, "d0", now + 1, epoch=1, unheard=("p0",), **NIXL)
+        join(gateway, f"d0-{number}", now, unheard=("p0",), **NIXL)
+        join(gateway, f"d0-{number}", now + 1, unheard=("p0",), **NIXL)
+        gateway.tick(now + 9.0)
+    for name in ("p0", "p1"):
+        join(gateway, name, 40.0)
+    join(gateway, "d0", 40.0, epoch=2)
+    assert gateway._gateway._unheard == {}
+    gateway.add_request(Request("a", [1, 2, 3], 2), 40.0)
+    run(gateway, 40.0)
+    assert gateway.num_attempts("p0") == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final, TypeAlias
 
@@ -200,6 +200,7 @@ class Deployment:
         *,
         num_prefill: int = 1,
         num_decode: int = 1,
+        transports: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         self.now = 0.0
@@ -218,7 +219,7 @@ class Deployment:
                 engine,
                 FakeChannel(self.ends, name, is_lost),
                 gateway=self.ends[GATEWAY].address,
-                transport="jax",
+                transport=(transports or {}).get(name, "jax"),
                 timing=TIMING,
                 cache=self.caches[name],
                 clock=lambda: self.now,

@@ -191,6 +191,48 @@ def test_a_pair_that_is_known_to_be_broken_gets_no_attempt() -> None:
     assert len(begun) > before
 
 
+@settings(max_examples=20)
+@given(
+    ends_at=st.tuples(st.integers(0, 60), st.integers(0, 60)),
+    requests_at=st.lists(st.integers(0, 120), min_size=1, max_size=6),
+    loss=st.sampled_from([0.0, 0.3]),
+    seed=st.integers(0, 2**32),
+)
+def test_nodes_with_another_transport_take_over_when_those_before_end(
+    ends_at, requests_at, loss, seed
+):
+    """The gateway refuses them until then, and no request is lost."""
+    draw, is_quiet = Random(seed), False
+    new = dict.fromkeys(["prefill-1", "decode-1", "decode-2"], "nixl")
+    world = Deployment(
+        lambda *_: not is_quiet and draw.random() < loss,
+        num_prefill=2,
+        num_decode=3,
+        transports=new,
+        max_attempts=1,
+    )
+    ends = dict(zip(("prefill-0", "decode-0"), ends_at, strict=True))
+    requests = [Request(f"r{place}", [1, 2, 3], 2) for place in range(len(requests_at))]
+    for turn in range(121):
+        for name in [name for name, end in ends.items() if turn == end]:
+            del world.loops[name]
+        for request, at in zip(requests, requests_at, strict=True):
+            if at == turn:
+                world.nodes.add_request(request)
+        world.turn()
+        transports = {
+            each.status.transport for each in world.nodes.nodes.values() if not each.refusal
+        }
+        assert len(transports) <= 1
+    is_quiet = True
+    world.turn(30)
+    world.complete([])
+    assert world.nodes.failures == {}
+    for request in requests:
+        assert request.output_tokens == [*tokens_of(request.request_id)]
+    assert {name for name, node in world.nodes.nodes.items() if not node.refusal} == set(new)
+
+
 def test_a_node_forgets_peers_that_are_silent_for_long() -> None:
     world = Deployment(lambda sender, receiver, message: sender == "decode-0" and world.now > 2)
     world.complete([Request("a", [1, 2, 3], 2)])
