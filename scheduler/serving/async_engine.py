@@ -55,6 +55,9 @@ class AsyncEngine:
             eos_token_ids: tokens that end every output, such as `ModelConfig.eos_token_ids`.
             poll_s: how often to step an engine without work; None for never.
             failures: why ended requests have failed, by id; those that were told are removed.
+
+        Raises:
+            RuntimeError: if there can be no more threads; the engine is closed then.
         """
         self.tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)

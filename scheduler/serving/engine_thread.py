@@ -27,6 +27,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from ...kvcache import RadixKVError
+from ...kvcache.cleanup import give_back
 from ..engine import Engine
 from ..errors import EngineClosedError, EngineFailedError, HandoffFailedError, SchedulerError
 from ..request import FinishReason, Request
@@ -104,6 +105,9 @@ class EngineThread:
             engine: the engine.
             poll_s: how often to step an engine without work; None for never.
             failures: why ended requests have failed, by id; the thread removes what it has told.
+
+        Raises:
+            RuntimeError: if there can be no more threads; the engine is closed then.
         """
         self._poll_s = poll_s
         self.failure: BaseException | None = None
@@ -125,8 +129,16 @@ class EngineThread:
         self._timeout_s = 0.0
         # A daemon, because Python joins other threads before it runs `atexit`.
         self._thread = threading.Thread(target=self._run, name="radixkv-engine", daemon=True)
-        atexit.register(self._close_at_exit)
-        self._thread.start()
+        try:
+            atexit.register(self._close_at_exit)
+            self._thread.start()
+        except BaseException:
+            if self._thread.is_alive():  # an interrupt
+                give_back(partial(self.close, drain=False, timeout_s=0.0))
+            else:
+                unregister = partial(atexit.unregister, self._close_at_exit)
+                give_back(unregister, partial(engine.close, timeout_s=0.0))
+            raise
 
     def submit(self, requests: Sequence[Request]) -> Consumer:
         """Add the requests of one consumer to the engine; it refuses all of them or none.

@@ -1,8 +1,9 @@
-"""The writer of the host tier reports each write once, whatever is raised."""
+"""The writer of the host tier reports each write once; threads that cannot start leave nothing."""
 
 from __future__ import annotations
 
 import atexit
+import threading
 from collections.abc import Callable
 from itertools import chain
 from threading import Thread
@@ -18,6 +19,7 @@ from radixkv.kvcache.copies.background_writer import BackgroundWriter, StagedBlo
 from radixkv.kvcache.copies.host_arrays import HostArrays
 from radixkv.kvcache.ids import OpId
 from radixkv.kvcache.storage import StorageWorkers, operation_table, workers
+from radixkv.scheduler.serving.engine_thread import EngineThread
 
 from .injection import (
     ALL_ERRORS,
@@ -201,6 +203,27 @@ def test_storage_that_lacks_a_thread_stops_the_others_and_its_backend(room: int)
     backend = Mock()
     fail_to_start(workers, room, lambda: StorageWorkers(backend, max_bytes_in_flight=1))
     assert backend.close.call_count == 1
+
+
+def test_an_engine_that_lacks_its_thread_is_closed() -> None:
+    engine = Mock(has_work=False)
+    fail_to_start(threading, 0, lambda: EngineThread(engine))
+    assert engine.close.call_count == 1
+
+
+def test_an_engine_whose_thread_has_started_in_an_interrupt_is_closed_by_it() -> None:
+    engine, started, start = Mock(has_work=False), list[Thread](), Thread.start
+
+    def interrupted(thread: Thread) -> None:
+        start(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    with patch.object(Thread, "start", interrupted), pytest.raises(KeyboardInterrupt):
+        EngineThread(engine)
+    started[0].join(timeout=60.0)
+    assert not started[0].is_alive()
+    assert engine.close.call_count == 1
 
 
 def test_storage_closes_its_backend_once_whatever_is_raised() -> None:
