@@ -235,13 +235,18 @@ class LLM:
         """Start an `AsyncEngine` over the engine, which `generate` can no longer use.
 
         It closes the engine, with its tiers.
+
+        Raises:
+            EngineClosedError: if it was called before.
+            RuntimeError: if there can be no more threads; the engine is closed then.
         """
         if self._is_served:
             raise EngineClosedError("the engine is served by an AsyncEngine")
-        self._is_served = True
-        return AsyncEngine(
+        served = AsyncEngine(
             self.engine, self.tokenizer, eos_token_ids=self._eos_token_ids, poll_s=self._poll_s
         )
+        self._is_served = True
+        return served
 
     def __repr__(self) -> str:
         return f"LLM({self._name!r}: {self.sizes})"

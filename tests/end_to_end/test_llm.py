@@ -9,12 +9,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 import radixkv
 from radixkv.kvcache import RequestTooLargeError, TokenError
 from radixkv.scheduler import (
+    AsyncEngine,
     ConfigError,
     EngineClosedError,
     GenerationParams,
@@ -191,6 +193,23 @@ def test_serving(llm):
             assert "".join([output.new_text async for output in stream]) == expected.text
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("method", ["generate", "serve"])
+def test_an_engine_that_cannot_be_served_stays_the_models(llm, method):
+    no_thread = RuntimeError("can't start new thread")
+    with (
+        patch.object(AsyncEngine, "__init__", side_effect=no_thread),
+        pytest.raises(RuntimeError, match=r"^can't start new thread$"),
+    ):
+        llm.serve()
+    if method == "generate":
+        assert llm.generate(PROMPTS[0], PARAMS)[0].text
+    else:
+        assert asyncio.run(llm.serve().close())
+    with patch.object(llm.engine, "close") as close:
+        llm.close()
+    assert close.call_count == (method == "generate"), "nobody closes the engine"
 
 
 def test_sizes_are_said_in_a_line(llm, model_directory, caplog):
