@@ -66,6 +66,7 @@ class EventPublisher:
             CountError: if num_kept is negative.
         """
         self._num_full = self._num_failed = 0  # one for each thread
+        self._is_closed = False
         self._topic = topic.encode()
         self._kept: ReplayBuffer[bytes] = ReplayBuffer(as_count("num_kept", num_kept))
         self._lock = Lock()  # of what is kept
@@ -98,23 +99,26 @@ class EventPublisher:
 
     @property
     def num_dropped(self) -> int:
-        """Number of batches that were not sent: the queue was full, or to send it has failed."""
+        """Number of batches that were not sent.
+
+        The queue was full, the publisher was closed, or to send has failed.
+        """
         return self._num_full + self._num_failed
 
     def publish(self, batch: EventBatch) -> None:
-        """Publish a batch. It never waits; call it from one thread."""
-        if self._queue.qsize() >= self._max_waiting:
+        """Publish a batch. It never waits; call it from one thread. After `close` it drops it."""
+        if self._is_closed or self._queue.qsize() >= self._max_waiting:
             self._num_full += 1
             return
         self._queue.put((time.time(), batch))
 
     def close(self) -> None:
-        """Send what is left, and end the threads. A second call does nothing."""
-        if self._context.closed:
-            return
-        started = [thread for thread, _ in self._threads if thread.is_alive()]
-        for _, socket in self._threads[len(started) :]:
-            socket.close(linger=0)
+        """Send what is left, and end the threads. If it was interrupted, call it again."""
+        self._is_closed = True
+        for thread, socket in self._threads:
+            if thread.ident is None:  # it has not started: nobody else closes its socket
+                socket.close(linger=0)
+        started = [thread for thread, _ in self._threads if thread.ident is not None]
         self._queue.put(None)
         for thread in started[:1]:
             thread.join()

@@ -128,6 +128,10 @@ class Thread:
         self.name = name
         self._task = Task(name, function, daemon)
 
+    @property
+    def ident(self) -> int | None:
+        return None if self._task.run is None else id(self._task)
+
     def start(self) -> None:
         active().start(self._task)
         active().operation()

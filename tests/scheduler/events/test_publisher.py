@@ -24,9 +24,12 @@ from radixkv.scheduler.events import (
 )
 from radixkv.scheduler.events.subscriber import Message, _message
 
+from ...costs.injection import injections
+
 ANY = "tcp://127.0.0.1:0"
 LATE_S = 60.0
 """Nothing ends by it."""
+CLOSE = zmq.Socket.close
 
 
 def batch(seq: int) -> EventBatch:
@@ -134,6 +137,36 @@ def test_what_waits_is_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
             if message.seq == first + 99:
                 break
     assert found == list(range(first, first + 100))
+
+
+def close_socket(socket: zmq.Socket[bytes], linger: int | None = None) -> None:
+    own = threading.current_thread().name.startswith("kv-events")
+    assert own, "a socket is closed under the thread that uses it"
+    CLOSE(socket, linger)
+
+
+@pytest.mark.parametrize("after", [(), ("put", "join", "term", "is_alive")])
+def test_a_close_that_was_interrupted_goes_on(
+    monkeypatch: pytest.MonkeyPatch, after: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(zmq.Socket, "close", close_socket)
+    before = threading.enumerate()
+    for injector in injections(publisher, errors=[KeyboardInterrupt], after=after):
+        source = EventPublisher(ANY, replay_endpoint=ANY)
+        source.publish(batch(0))
+        injector.call(source.close)
+        source.close()
+        assert threading.enumerate() == before, f"a thread is left: {injector}"
+        assert source._context.closed and source._kept.since(0), str(injector)
+
+
+def test_what_is_published_after_the_end_is_dropped() -> None:
+    source = EventPublisher(ANY)
+    source.close()
+    for number in range(3):
+        source.publish(batch(number))
+    assert source.num_dropped == 3
+    assert source._queue.qsize() == 0, "batches wait that nobody will send"
 
 
 def test_a_full_queue_drops_batches_and_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
