@@ -27,10 +27,11 @@ FINDING = {
     "mooncake_closes": (100, 235),
     "mooncake": (290,),
     "threaded_transport": (60, 78),
+    "engine_thread": (55,),
     "engine_closes": (68,),
-    "engine_fails": (310,),
+    "engine_fails": (205,),
     "output_streams": (73, 79),
-    "event_publisher": (75, 182),
+    "event_publisher": (70, 83),
 }
 """Later seeds of each scenario, the first that find a planted bug on Python 3.11 (by `hunt`)."""
 ONLY_REPLACES = {"scheduler.nodes.channel.gate"}
