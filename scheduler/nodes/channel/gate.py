@@ -251,16 +251,19 @@ class Gate:
 
     def _accept(self, now: float) -> None:
         for _ in range(_ACCEPTED_PER_TURN):
-            if len(self._unproven) == MAX_UNPROVEN:
-                self._make_room()
             try:
                 accepted, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError:
+                if len(self._unproven) == MAX_UNPROVEN:
+                    self._make_room()  # also for the descriptor
+                    continue
                 self._selector.unregister(self._listener)
                 self._paused_until = now + _PAUSE_S
                 return
+            if len(self._unproven) == MAX_UNPROVEN:
+                self._make_room()
             connection = _Connection(accepted, now)
             self._unproven[connection] = None
             try:

@@ -199,11 +199,29 @@ def test_those_that_have_come_least_far_make_room(nodes: ExitStack) -> None:
         assert readable([far], 0) == []
 
 
-def test_with_no_descriptor_left_the_gate_waits(nodes: ExitStack) -> None:
-    """The soft limit is what is open: the newcomer is heard when the limit is as before."""
+def test_as_many_as_may_be_unproven_stay_until_one_more_comes(nodes: ExitStack) -> None:
+    d, strangers = opened(nodes, "d"), list[socket.socket]()
+    for _ in range(MAX_UNPROVEN):
+        strangers.append(nodes.enter_context(stranger_at(d)))
+        greet(strangers[-1])
+    assert readable(strangers, 0) == [] and broken(d) == 0
+    nodes.enter_context(stranger_at(d))
+    wait_until_closed(strangers, 1)
+    assert broken(d) == 1
+
+
+@pytest.mark.parametrize("num_strangers", [0, MAX_UNPROVEN])
+def test_with_no_descriptor_left_the_gate_waits(nodes: ExitStack, num_strangers: int) -> None:
+    """The soft limit is what is open: the newcomer is heard when the limit is as before.
+
+    If there are as many strangers as there may be, one of them makes room at once.
+    """
     d, p, q = opened(nodes, "d"), opened(nodes, "p"), opened(nodes, "q")
     say_hello(p, d)
     q.connect("d", "127.0.0.1:1")  # its sockets are there
+    strangers = [nodes.enter_context(stranger_at(d)) for _ in range(num_strangers)]
+    for each in strangers:
+        greet(each)
     stranger = nodes.enter_context(socket.socket())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
@@ -213,6 +231,8 @@ def test_with_no_descriptor_left_the_gate_waits(nodes: ExitStack) -> None:
                 nodes.callback(os.close, os.dup(stranger.fileno()))
         host, _, port = d.address.rpartition(":")
         stranger.connect((host, int(port)))
+        if strangers:
+            wait_until_closed(strangers, 1)
         say_hello(p, d)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
