@@ -173,13 +173,28 @@ def threaded_transport(table: ModuleType, code: ModuleType) -> None:
 
 
 def transport_when_idle(table: ModuleType, code: ModuleType) -> None:
-    """Each call wakes the thread from a wait without an end."""
+    """Each call wakes the thread from a wait without an end, of which it does not wake by itself."""
     node = Node(code)
+    transfers, num_steps = node.transport._table, 0
+    step = transfers.step
+
+    def counted() -> bool:
+        nonlocal num_steps
+        num_steps += 1
+        return bool(step())
+
+    transfers.step = counted
     for part in PARTS[:2]:
         sleep(1.0)
+        num_steps = 0
+        sleep(1.0)
+        assert num_steps == 0, "the thread wakes, and nothing moves"
         node.transport.offer(part, node.arrays, node.descriptor, ttl_s=100.0)
         assert isinstance(node.until((Offered, OfferFailed))[0], Offered)
     sleep(1.0)
+    num_steps = 0
+    sleep(1.0)
+    assert num_steps == 0, "the thread wakes, and nothing moves"
     before = now()
     node.transport.close()
     assert now() < before + 1.0, "the thread was not woken by close"
