@@ -97,7 +97,7 @@ class FileBackend:
         with _typed(f"opening the directory {self.directory}"):
             self._files.make_directory(self.directory)
             try:
-                self._lock_file = self._files.lock(f"{self.directory}/lock")
+                lock_file = self._files.lock(f"{self.directory}/lock")
             except BlockingIOError:
                 message = (
                     f"the directory {self.directory} is open already, here or in another process"
@@ -106,8 +106,9 @@ class FileBackend:
             try:
                 self._recover()
             except BaseException:
-                self._files.close(self._lock_file)
+                self._files.close(lock_file)
                 raise
+            self._lock_file: int | None = lock_file
 
     # -- Backend
 
@@ -189,8 +190,10 @@ class FileBackend:
         }
 
     def close(self) -> None:
-        """Release the directory for another process."""
-        self._files.close(self._lock_file)
+        """Release the directory for another process. A second call does nothing."""
+        lock_file, self._lock_file = self._lock_file, None
+        if lock_file is not None:
+            self._files.close(lock_file)
 
     def check(self) -> None:
         """Assert that the byte counts agree; call it while no thread writes."""

@@ -194,6 +194,14 @@ def test_one_process_at_a_time(directory: Path, open_files: set[int]) -> None:
     assert open_files == set()
 
 
+def test_a_second_close_closes_no_file_of_others(directory: Path) -> None:
+    backend = FileBackend(directory, max_bytes=100)
+    backend.close()
+    with open(os.devnull) as other:  # has the descriptor now
+        backend.close()
+        assert other.read() == ""
+
+
 def test_a_start_finds_values_and_sweeps_temporaries(directory: Path) -> None:
     backend = FileBackend(directory, max_bytes=100)
     put(backend, KEYS[1], b"abc")
