@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 from ...cleanup import give_back
 from ..errors import (
     BackendError,
+    BackendIOError,
     BackendRefusedError,
     BackendUnreachableError,
     MissingLibraryError,
@@ -189,7 +190,10 @@ class MooncakeBackend:
                 local_host: str = probe.getsockname()[0]
         except OSError:
             raise BackendUnreachableError(doing, _NO_CONNECTION) from None
-        return ClientProcess(local_host, f"{self._master[0]}:{self._master[1]}")
+        try:
+            return ClientProcess(local_host, f"{self._master[0]}:{self._master[1]}")
+        except OSError as error:  # no more processes, memory or files
+            raise BackendIOError(doing, error.errno) from error
 
     def _connect(self, doing: str, client: ClientProcess) -> None:
         try:

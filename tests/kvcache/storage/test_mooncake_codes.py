@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
+import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from radixkv.kvcache.storage import BackendError, BackendRefusedError, BackendUnreachableError
+from radixkv.kvcache.storage import (
+    BackendError,
+    BackendIOError,
+    BackendRefusedError,
+    BackendUnreachableError,
+)
 from radixkv.kvcache.storage.mooncake import backend as module
 from radixkv.kvcache.storage.mooncake import client_main
 from radixkv.kvcache.storage.mooncake.backend import MooncakeBackend
@@ -261,3 +270,20 @@ def test_enlarged_memory_is_registered_again() -> None:
     os.pwrite(file, b"a\nbc", 0)
     assert memory.names(4) == ["a", "bc"]
     os.close(file)
+
+
+@pytest.mark.parametrize(
+    ("owner", "call"),
+    [(subprocess, "Popen"), (os, "memfd_create"), (os, "pipe"), (socket, "socketpair")],
+)
+def test_a_system_that_has_no_room_for_a_client_is_an_error_of_the_backend(
+    owner: object, call: str
+) -> None:
+    full = OSError(errno.EMFILE, "")
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        backend = MooncakeBackend("127.0.0.1", master.getsockname()[1])
+        with patch.object(owner, call, side_effect=full), pytest.raises(BackendIOError) as caught:
+            get(backend, KEYS[0], 3)
+        backend.close()
+    assert str(caught.value) == "reading failed: EMFILE (Too many open files)"
+    assert backend.stats()["failed_requests"] == 1
