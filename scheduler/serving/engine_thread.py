@@ -149,10 +149,10 @@ class EngineThread:
         consumer = Consumer(requests)
         with self._lock:
             self._check_open()
-            self._deliveries.update(consumer.deliveries)
-            for observer in self._observers:
+            for observer in self._observers:  # first: if one raises, nothing is submitted
                 for request in requests:
                     observer.request_submitted(request)
+            self._deliveries.update(consumer.deliveries)
             self._commands.put(partial(self._add, consumer))
         return consumer
 

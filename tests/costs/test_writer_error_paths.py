@@ -226,6 +226,18 @@ def test_an_engine_whose_thread_has_started_in_an_interrupt_is_closed_by_it() ->
     assert engine.close.call_count == 1
 
 
+def test_a_request_of_which_an_observer_cannot_be_told_is_not_submitted() -> None:
+    with patch.object(Thread, "start"), patch.object(atexit, "register"):
+        thread = EngineThread(Mock(has_work=False))
+    thread.observe(Mock())
+    thread.observe(Mock(**{"request_submitted.side_effect": MemoryError}))
+    with pytest.raises(MemoryError):
+        thread.submit([Mock()])
+    assert not thread._lock.locked()
+    assert not thread._deliveries, "a request is kept that the engine never gets"
+    assert thread._commands.empty()
+
+
 def test_storage_closes_its_backend_once_whatever_is_raised() -> None:
     close_storage()
 

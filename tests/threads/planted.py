@@ -120,15 +120,9 @@ BY_HAND: dict[str, tuple[Planted, ...]] = {
         Planted(
             "EngineThread.submit: a request is known only after its command",
             find="""            self._deliveries.update(consumer.deliveries)
-            for observer in self._observers:
-                for request in requests:
-                    observer.request_submitted(request)
             self._commands.put(partial(self._add, consumer))
 """,
-            replace="""            for observer in self._observers:
-                for request in requests:
-                    observer.request_submitted(request)
-            self._commands.put(partial(self._add, consumer))
+            replace="""            self._commands.put(partial(self._add, consumer))
         self._deliveries.update(consumer.deliveries)
 """,
         ),

@@ -173,7 +173,7 @@ def threaded_transport(table: ModuleType, code: ModuleType) -> None:
 
 
 def transport_when_idle(table: ModuleType, code: ModuleType) -> None:
-    """Each call wakes the thread from a wait without an end, of which it does not wake by itself."""
+    """Each call wakes the thread from a wait without an end; nothing else wakes it."""
     node = Node(code)
     transfers, num_steps = node.transport._table, 0
     step = transfers.step
