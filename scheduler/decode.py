@@ -253,6 +253,10 @@ class DecodeScheduler(Scheduler):
         self._side.abort_receiving(reason)
         self._apply_actions()
 
+    def resume(self) -> None:
+        """Grant again after `drain`, without a reset."""
+        self._is_draining = False
+
     def reset_cache(self, keep: Collection[bytes] = (), weights_revision: str = "") -> None:
         """Drop all KV because the weights have changed; decoding requests recompute theirs.
 

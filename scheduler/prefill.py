@@ -201,6 +201,10 @@ class PrefillScheduler(Scheduler):
         self._batch.is_paused = True
         self._call(lambda: self._side.abort_all(reason))
 
+    def resume(self) -> None:
+        """Admit attempts again after `drain`, without a reset."""
+        self._batch.is_paused = False
+
     def reset_cache(self, keep: Collection[bytes] = (), weights_revision: str = "") -> None:
         """Drop all KV because the weights have changed; waiting prompts use the new weights.
 

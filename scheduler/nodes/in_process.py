@@ -8,6 +8,7 @@ from math import inf
 from typing import Final
 
 from ...kvcache import RequestTooLargeError
+from ...kvcache.cleanup import give_back
 from ..errors import ConfigError, RequestError
 from ..gateway.gateway import Gateway, RunAttempt
 from ..gateway.remote_node import free_blocks, short_name
@@ -165,7 +166,9 @@ class Disaggregated:
 
         Hand-offs in flight are aborted and repeated later, which does not count as an attempt. The
         call runs decode steps until no node holds blocks of a hand-off, at the latest until their
-        deadlines. Then running requests continue with the new weights.
+        deadlines. Then running requests continue with the new weights. If that is interrupted,
+        nothing is reset, and the hand-offs are repeated; an interrupt after it may leave some nodes
+        with the old KV and weights, and the others with the new.
 
         Args:
             keep: namespaces whose published KV stays.
@@ -180,14 +183,20 @@ class Disaggregated:
         for node in nodes:
             node.check_reset(params, weights_revision)
         self._is_resetting = True
-        for node in nodes:
-            node.scheduler.drain("the cache is reset")
-        while any(node.num_open_handoffs for node in nodes):
-            self._advance()
-        for node in nodes:
-            node.reset_cache(keep, params=params, weights_revision=weights_revision)
-        self._gateway.forget_cached(keep)
-        self._is_resetting = False
+        try:
+            try:
+                for node in nodes:
+                    node.scheduler.drain("the cache is reset")
+                while any(node.num_open_handoffs for node in nodes):
+                    self._advance()
+            except BaseException:
+                give_back(*[node.scheduler.resume for node in nodes])
+                raise
+            for node in nodes:
+                node.reset_cache(keep, params=params, weights_revision=weights_revision)
+            self._gateway.forget_cached(keep)
+        finally:
+            self._is_resetting = False
 
     def replace(self, peer: NodeId, node: PrefillEngine | DecodeEngine) -> None:
         """Replace a node that has ended by one with a higher epoch.

@@ -210,6 +210,32 @@ def test_all_nodes_are_reset_by_one_call(llama: Engine, other: Engine) -> None:
     assert cluster.front.close()
 
 
+@pytest.mark.parametrize("num_turns", [0, 1])
+def test_an_interrupted_reset_changes_nothing(
+    llama: Engine, monkeypatch: pytest.MonkeyPatch, num_turns: int
+) -> None:
+    cluster = Cluster(llama)
+    expected = cluster.complete(PROMPTS, 24, SAMPLED)
+    requests = cluster.add(PROMPTS, 24, SAMPLED)
+    while not (cluster.d.num_open_handoffs and cluster.d.scheduler.running):
+        cluster.step(1)
+    advance = cluster.front._advance
+
+    def interrupted() -> None:
+        for _ in range(num_turns):
+            advance()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(cluster.front, "_advance", interrupted)
+        cluster.front.reset_cache()
+    cluster.finish()
+    assert [request.output_tokens for request in requests] == expected
+    cluster.front.reset_cache()
+    assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
+    assert cluster.front.close()
+
+
 def test_an_invalid_reset_of_all_nodes_changes_nothing(llama: Engine, model: Any) -> None:
     cluster = Cluster(llama)
     expected = cluster.complete([PREFIX], 4)
