@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
@@ -43,6 +42,11 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+MIN_FACTOR: Final = 1e-6
+MAX_FACTOR: Final = 1e6
+"""Limits of what divides or multiplies logits. Products with logits up to 1e32 are float32 numbers,
+and an infinite logit would make its row NaN."""
+
 _PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -54,7 +58,7 @@ class SamplingParams:
     batch, after a preemption, and on any engine.
 
     Attributes:
-        temperature: divisor of the logits; 0 takes the most likely token.
+        temperature: divisor of the logits, 1e-6 to 1e6; 0 takes the most likely token.
         top_k: number of most likely tokens to keep; 0 keeps all.
         top_p: keep the smallest set of the remaining most likely tokens whose probabilities sum to
             at least this fraction.
@@ -62,7 +66,7 @@ class SamplingParams:
         min_p: drop tokens whose probability is less than this fraction of the highest one, before
             top_k and top_p; 0 keeps all.
         repetition_penalty: divides the positive logits of tokens in prompt and output, and
-            multiplies the negative ones; 1 changes nothing.
+            multiplies the negative ones, 1e-6 to 1e6; 1 changes nothing.
         presence_penalty: subtracted from the logit of each token in the output; -2 to 2.
         frequency_penalty: subtracted from it once for each time; -2 to 2.
         min_tokens: number of output tokens before which no stop token is chosen.
@@ -91,8 +95,10 @@ class SamplingParams:
         for name in ("top_k", "seed", "min_tokens", "num_continued"):
             if not _is_integer(value := getattr(self, name)):
                 raise RequestError(f"{name} must be an integer, got {value!r}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise RequestError(f"temperature must be finite and at least 0, got {self.temperature}")
+        if self.temperature != 0 and not MIN_FACTOR <= self.temperature <= MAX_FACTOR:
+            raise RequestError(
+                f"temperature must be 0, or at least 1e-6 and at most 1e6, got {self.temperature}"
+            )
         if not 0 <= self.top_k < 2**31:
             raise RequestError(f"top_k must be at least 0 and below 2**31, got {self.top_k}")
         if not 0 < self.top_p <= 1:
@@ -101,9 +107,10 @@ class SamplingParams:
             raise RequestError(f"seed must be at least 0 and below 2**32, got {self.seed}")
         if not 0 <= self.min_p <= 1:
             raise RequestError(f"min_p must be at least 0 and at most 1, got {self.min_p}")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+        if not MIN_FACTOR <= self.repetition_penalty <= MAX_FACTOR:
             raise RequestError(
-                f"repetition_penalty must be finite and above 0, got {self.repetition_penalty}"
+                "repetition_penalty must be at least 1e-6 and at most 1e6, "
+                f"got {self.repetition_penalty}"
             )
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= (value := getattr(self, name)) <= 2:

@@ -699,7 +699,8 @@ REFUSED: list[tuple[str, dict[str, Any], int, Any]] = [
         for name, limits in (
             ("presence_penalty", "at least -2 and at most 2"),
             ("frequency_penalty", "at least -2 and at most 2"),
-            ("repetition_penalty", "finite and above 0"),
+            ("repetition_penalty", "at least 1e-6 and at most 1e6"),
+            ("temperature", "0, or at least 1e-6 and at most 1e6"),
             ("min_p", "at least 0 and at most 1"),
         )
     ),

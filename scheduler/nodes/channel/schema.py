@@ -37,7 +37,7 @@ from ...handoff.gateway_messages import (
 )
 from ...handoff.messages import Abort, Ack, Ask, Commit, Grant, Message, Refuse, Renew, Send
 from ...handoff.records import MAX_RECORD_BYTES, MAX_RECORDS_BYTES, PAIR_BYTES
-from ...request import MAX_LOGPROBS
+from ...request import MAX_FACTOR, MAX_LOGPROBS
 from ..transport.descriptors import DIGEST_BYTES, DIGEST_KEY_BYTES, ArraySpec, PullInfo
 from .address import check_target
 
@@ -130,12 +130,12 @@ _LIMITS: Final[dict[str, Any]] = {
     "first_record": _bytes(MAX_RECORD_BYTES),
     "records": _bytes(MAX_RECORDS_BYTES),
     "NewTokens.records": _bytes(PAIR_BYTES * MAX_PROGRESS_TOKENS),
-    "temperature": _float(0.0, 1e6),
+    "temperature": _float(0.0, MAX_FACTOR),
     "top_k": _int(),
     "top_p": _float(0.0, 1.0),
     "seed": _int(0, 2**32 - 1),
     "min_p": _float(0.0, 1.0),
-    "repetition_penalty": _float(0.0, 1e6),
+    "repetition_penalty": _float(0.0, MAX_FACTOR),
     "presence_penalty": _float(-2.0, 2.0),
     "frequency_penalty": _float(-2.0, 2.0),
     "min_tokens": _int(),

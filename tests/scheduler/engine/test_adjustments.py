@@ -6,11 +6,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.scheduler.engine.adjustments import RowValues, _forbid, _set_counts, adjust_logits
-from radixkv.scheduler.request import SamplingParams
+from radixkv.scheduler.engine.sampling import SamplingBatch, sample
+from radixkv.scheduler.request import MAX_FACTOR, MIN_FACTOR, SamplingParams
 
 VOCABULARY = 37
 ROWS = 3
@@ -128,6 +130,22 @@ def test_a_token_of_prompt_and_output_counts_in_both(tokens, num_prompt, slot):
     expected[slot] = np.bincount(tokens[num_prompt:], minlength=VOCABULARY)
     expected[slot, tokens[:num_prompt]] += 1 << 30  # once, however often it is there
     np.testing.assert_array_equal(counts, expected)
+
+
+@pytest.mark.parametrize("penalty", [MIN_FACTOR, MAX_FACTOR])
+@pytest.mark.parametrize("temperature", [MIN_FACTOR, MAX_FACTOR])
+def test_large_logits_stay_finite_at_the_limits_of_penalty_and_temperature(penalty, temperature):
+    logits = np.array([-1e32, -1.5, 1e32, 0.0, 2.5], np.float32)
+    sampling = SamplingParams(temperature, repetition_penalty=penalty)
+    one: Any = np.ones(1, np.float32)
+    zero: Any = np.zeros(1, np.float32)
+    values = RowValues(zero, one * penalty, zero, zero)
+    counts = np.ones((1, 5), np.int32)
+    adjusted = _adjust(logits[None], one * temperature, values, counts, None)
+    exact = reference(logits, sampling, [], list(range(5)), None)
+    np.testing.assert_allclose(adjusted[0], exact, rtol=1e-5)
+    numbers = zero.astype(np.int32), one, zero.astype(np.uint32), zero.astype(np.int32)
+    assert sample(adjusted, SamplingBatch(one * temperature, *numbers)).tolist() == [2]
 
 
 def test_late_tokens_are_forbidden_unless_no_other_is_allowed():

@@ -169,12 +169,17 @@ def test_a_prompt_of_another_kind_is_refused(prompt: Any, text):
         Request("a", prompt, 1)
 
 
+INF = float("inf")
+FACTORS = "at least 1e-6 and at most 1e6"
+
+
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("temperature", -0.5, "temperature must be finite and at least 0, got -0.5"),
-        ("temperature", float("inf"), "temperature must be finite and at least 0, got inf"),
-        ("temperature", float("nan"), "temperature must be finite and at least 0, got nan"),
+        *(
+            ("temperature", value, f"temperature must be 0, or {FACTORS}, got {value}")
+            for value in (-0.5, 1e-40, 9e-7, 1.1e6, 1e39, 10**400, INF, float("nan"))
+        ),
         ("top_k", -1, "top_k must be at least 0 and below 2**31, got -1"),
         ("top_k", 2**31, "top_k must be at least 0 and below 2**31, got 2147483648"),
         ("top_p", 0.0, "top_p must be above 0 and at most 1, got 0.0"),
@@ -185,11 +190,9 @@ def test_a_prompt_of_another_kind_is_refused(prompt: Any, text):
         ("min_p", -0.1, "min_p must be at least 0 and at most 1, got -0.1"),
         ("min_p", 1.1, "min_p must be at least 0 and at most 1, got 1.1"),
         ("min_p", float("nan"), "min_p must be at least 0 and at most 1, got nan"),
-        ("repetition_penalty", 0.0, "repetition_penalty must be finite and above 0, got 0.0"),
-        (
-            "repetition_penalty",
-            float("inf"),
-            "repetition_penalty must be finite and above 0, got inf",
+        *(
+            ("repetition_penalty", value, f"repetition_penalty must be {FACTORS}, got {value}")
+            for value in (-1, 0.0, 1e-40, 9e-7, 1.1e6, 1e39, 10**400, INF, float("nan"))
         ),
         ("presence_penalty", -2.5, "presence_penalty must be at least -2 and at most 2, got -2.5"),
         ("frequency_penalty", 2.1, "frequency_penalty must be at least -2 and at most 2, got 2.1"),
@@ -219,9 +222,10 @@ def test_a_request_continues_fewer_tokens_than_it_has():
 
 def test_sampling_values_at_the_ends_of_their_ranges_are_accepted():
     SamplingParams(temperature=0.0, top_k=0, top_p=1e-9, seed=0)
-    SamplingParams(temperature=1e9, top_k=2**31 - 1, top_p=1.0, seed=2**32 - 1)
+    SamplingParams(temperature=1e6, top_k=2**31 - 1, top_p=1.0, seed=2**32 - 1)
     SamplingParams(min_p=1.0, presence_penalty=2, frequency_penalty=-2, min_tokens=2**31 - 1)
-    SamplingParams(repetition_penalty=1e-9, presence_penalty=-2, frequency_penalty=2)
+    SamplingParams(temperature=1e-6, repetition_penalty=1e-6, frequency_penalty=2)
+    SamplingParams(repetition_penalty=1e6, presence_penalty=-2)
 
 
 def test_prompt_and_output_may_have_as_many_tokens_as_int32_has_positions(monkeypatch):

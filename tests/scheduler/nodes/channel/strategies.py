@@ -11,19 +11,19 @@ from radixkv.scheduler.handoff import Send
 from radixkv.scheduler.nodes.channel.codec import Packet
 from radixkv.scheduler.nodes.channel.schema import MESSAGES, from_wire, wire_type
 from radixkv.scheduler.nodes.transport import ArraySpec, PullInfo
-from radixkv.scheduler.request import SamplingParams
+from radixkv.scheduler.request import MAX_FACTOR, MIN_FACTOR, SamplingParams
 
 PORTS = st.integers(1, 2**16 - 1)
 ADDRESSES = PORTS.map(lambda port: f"10.0.0.1:{port}") | PORTS.map(lambda port: f"[fe80::1]:{port}")
 SPECIAL = {  # what their classes allow of their fields
     "SamplingParams": st.builds(
         SamplingParams,
-        temperature=st.floats(0, 100),
+        temperature=st.just(0.0) | st.floats(MIN_FACTOR, MAX_FACTOR),
         top_k=st.integers(0, 1000),
         top_p=st.floats(0, 1, exclude_min=True),
         seed=st.integers(0, 2**32 - 1),
         min_p=st.floats(0, 1),
-        repetition_penalty=st.floats(0, 10, exclude_min=True),
+        repetition_penalty=st.floats(MIN_FACTOR, MAX_FACTOR),
         presence_penalty=st.floats(-2, 2),
         frequency_penalty=st.floats(-2, 2),
         min_tokens=st.integers(0, 2**31 - 1),
