@@ -182,7 +182,8 @@ def _chunks(
     tokens = blocks * block_size
     first_visible = jnp.zeros_like(positions)
     if options.window is not None:
-        first_visible = jnp.maximum(positions - options.window + 1, 0)
+        # A window of 2**31 - 1 before a negative position is no int32.
+        first_visible = jnp.maximum(jnp.maximum(positions, -1) - options.window + 1, 0)
     last = jnp.maximum(positions.max(axis=1), -1)
     first = first_visible[:, 0] // tokens
     number = jnp.maximum((last + tokens) // tokens - first, 0)

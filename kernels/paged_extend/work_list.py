@@ -123,9 +123,10 @@ def build_work_list(
     full_end = jnp.maximum(seen_by_all, 0) // block_kv
     kv_begin = step_begin = full_begin = jnp.zeros_like(step_end)
     if window is not None:
-        kv_begin = jnp.maximum(position + valid_begin + 1 - window, 0)
+        # A window of 2**31 - 1 before a negative position is no int32.
+        kv_begin = jnp.maximum(jnp.maximum(seen_by_all, 0) - window, 0)
         step_begin = jnp.minimum(kv_begin // block_kv, step_end)
-        full_begin = jnp.maximum(last + 1 - window + block_kv - 1, 0) // block_kv
+        full_begin = jnp.maximum(jnp.maximum(last + 1, 0) - window + block_kv - 1, 0) // block_kv
     full_begin = jnp.clip(full_begin, step_begin, step_end)
     full_end = jnp.clip(full_end, full_begin, step_end)
     items = WorkItem(

@@ -122,7 +122,8 @@ def _attend_tile(
     last = jnp.where(fits, positions.max(), -1)
     first_visible = jnp.zeros_like(positions)
     if options.window is not None:
-        first_visible = jnp.maximum(positions - options.window + 1, 0)
+        # A window of 2**31 - 1 before a negative position is no int32.
+        first_visible = jnp.maximum(jnp.maximum(positions, -1) - options.window + 1, 0)
     first = first_visible[0]  # positions rise, so the first query's window starts first
     queries = q.astype(jnp.float32).reshape(tile, kv_heads, group, head_dim)
     queries = queries.transpose(1, 0, 2, 3).reshape(1, kv_heads, tile * group, head_dim)

@@ -30,7 +30,7 @@ def rows_of_every_length(block_size):
 CASES: dict[str, dict[str, Any]] = {
     "blocks of 1, a window of 1": dict(block_size=1, heads=Heads(3, 1, 8), window=1),
     "a group of 7, soft cap, a wide window": dict(
-        heads=Heads(2, 7, 8), soft_cap=0.7, window=10_000
+        heads=Heads(2, 7, 8), soft_cap=0.7, window=2**31 - 1
     ),
     "bfloat16, blocks of 16, sinks": dict(
         block_size=16, dtype="bfloat16", sinks=jnp.array([-120.0, 0.0, 3.0, 120.0])

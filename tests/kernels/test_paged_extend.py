@@ -83,7 +83,7 @@ def check(
 CASES: dict[str, dict[str, Any]] = {
     "blocks of 1, a window of 1": dict(block_size=1, heads=Heads(3, 1, 8), window=1),
     "a group of 7, soft cap, a wide window": dict(
-        heads=Heads(2, 7, 8), soft_cap=0.7, window=10_000
+        heads=Heads(2, 7, 8), soft_cap=0.7, window=2**31 - 1
     ),
     "bfloat16, blocks of 16, sinks": dict(
         block_size=16, dtype="bfloat16", sinks=jnp.array([-120.0, 0.0, 3.0, 120.0])
@@ -174,13 +174,16 @@ class TestOneProgram:
         out, lse = self.attend(q, pools, [0, 5, 20], [0] * 3, [-1, 99, 0])
         assert not out.any() and jnp.isneginf(lse).all()
 
-    def test_more_queries_than_kv(self):
+    @pytest.mark.parametrize("window", [None, 2, width * block_size, 2**31 - 1])
+    def test_more_queries_than_kv(self, window):
         """A row whose first positions are negative: those tokens see nothing."""
         q, pools, for_oracle = self.make([3, 0, 0])
-        out, lse = self.attend(q, pools, [3, 0, 0], [5, 0, 0], [0] * 3)
-        expected, _ = oracle.extend(q[2:], *for_oracle, [3], [3], [0], sm_scale=SM_SCALE)
-        assert not out[:2].any() and jnp.isneginf(lse[:2]).all()
-        assert_close(out[2:], expected, "float32")
+        rows = [3, 0, 0], [9, 0, 0], [0] * 3
+        out, lse = self.attend(q, pools, *rows, window=window)
+        expected = oracle.extend(q, *for_oracle, *rows, sm_scale=SM_SCALE, window=window)
+        assert not out[:6].any() and jnp.isneginf(lse[:6]).all()
+        assert_close(out, expected[0], "float32")
+        assert_close(lse, expected[1], "float32")
 
     @pytest.mark.parametrize("window", [None, 5])
     def test_chunked_extend_equals_one_extend(self, window):

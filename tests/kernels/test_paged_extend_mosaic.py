@@ -139,6 +139,9 @@ CASES["single tokens among other rows"] = dict(
     q_starts=[13, 1, -5, 11, 20, 10, 14], num_tokens=24, width=5,
     soft_cap=2.0, window=60, sinks=jnp.array([-2.0, 0.0, 3.0, 50.0]),
 )  # fmt: skip
+CASES["more queries than KV in a tile, the widest window"] = dict(
+    kv_lengths=[6, 70], q_lengths=[16, 80], num_tokens=96, window=2**31 - 1,
+)  # fmt: skip
 CASES["int8 pools"] = dict(kv_lengths=[90, 150], q_lengths=[20, 7], pool_dtype="int8")
 CASES["float8 pools with every option, blocks larger than a step"] = dict(
     kv_lengths=[70, 300, 9], q_lengths=[1, 66, 9], heads=Heads(1, 4, 128), block_size=128,

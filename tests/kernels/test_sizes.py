@@ -717,7 +717,7 @@ BUGS = {
         "seen_by_all = position + valid_begin + 2",
     ),
     "tiles: the window is cut": (
-        "paged_extend.ALIGNMENT", "valid_begin + 1 - window, 0)", "valid_begin + 2 - window, 0)"
+        "paged_extend.ALIGNMENT", "(seen_by_all, 0) - window", "(seen_by_all, 0) + 1 - window"
     ),
     "tiles: a row of the whole table does not fit": (
         "paged_extend.ALIGNMENT", "kv_length <= max_kv_length", "kv_length < max_kv_length"

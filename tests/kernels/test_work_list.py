@@ -32,7 +32,7 @@ def four_rows(draw: st.DrawFn) -> list[tuple[int, int, int]]:
 @given(
     rows=four_rows(),
     order=st.randoms(use_true_random=False),
-    cut=st.sampled_from([(16, None), (8, None), (40, 1), (16, 20)]),
+    cut=st.sampled_from([(16, None), (8, None), (40, 1), (16, 20), (16, 2**31 - 1)]),
 )
 def test_any_rows(rows, order, cut):
     """Rows of (KV length, queries, padding before it), which lie in any order."""
