@@ -48,9 +48,11 @@ class TestKvWrite:
         assert np.array_equal(v[1, :, 1], v_new[0].astype(jnp.bfloat16))
 
     @pytest.mark.parametrize(("dtype", "limit"), [("int8", 127), ("float8_e4m3fn", 448)])
-    def test_quantised_pools_hold_values_divided_by_their_scale(self, dtype, limit):
+    @pytest.mark.parametrize("new_dtype", ["float32", "bfloat16", "float16"])
+    def test_quantised_pools_hold_values_divided_by_their_scale(self, dtype, limit, new_dtype):
+        """Neither the scale nor the quotient is rounded to the dtype of the tokens."""
         rng = np.random.default_rng(1)
-        k_new, v_new, slots, *_ = self.make([7, -1, 12, 99])
+        k_new, v_new, slots, *_ = self.make([7, -1, 12, 99], new_dtype=new_dtype)
         pools = (jnp.asarray(rng.integers(-9, 9, SHAPE), dtype) for _ in "kv")
         k, v = pools
         k_scales, v_scales = (
