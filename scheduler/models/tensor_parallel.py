@@ -126,7 +126,7 @@ def whole(mesh: Mesh | None) -> NamedSharding | None:
     return None if mesh is None else NamedSharding(mesh, WHOLE)
 
 
-def tensor_sharding(config: ModelConfig, mesh: Mesh | None, name: str) -> NamedSharding | None:
+def tensor_sharding(config: ModelConfig, mesh: ModelMesh | None, name: str) -> NamedSharding | None:
     """Return how a tensor of a checkpoint lies on the mesh of its model; None on one device.
 
     A vocabulary that is not a multiple of the devices is not cut: each has the whole matrix.

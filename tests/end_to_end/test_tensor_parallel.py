@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -38,6 +39,7 @@ from radixkv.scheduler.models.tensor_parallel import (
     SECOND_AXIS,
     model_mesh,
     split_devices,
+    tensor_sharding,
 )
 
 from ..kernels.lowering import H100, shaped
@@ -217,10 +219,15 @@ def test_gpus_run_the_hopper_kernels_on_their_heads(tmp_path, decode):
     group=st.integers(1, 8),
     devices=st.integers(1, 16),
     inner=st.integers(1, 4),
+    vocab=st.integers(1, 64),
 )
-def test_each_device_has_the_kv_of_its_query_heads(config, kv_heads, group, devices, inner):
+def test_each_device_has_the_kv_of_its_query_heads(config, kv_heads, group, devices, inner, vocab):
     config = replace(
-        config, num_heads=kv_heads * group, num_kv_heads=kv_heads, intermediate_size=16 * inner
+        config,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        intermediate_size=16 * inner,
+        vocab_size=vocab,
     )
     fits = not (
         config.num_heads % devices
@@ -243,6 +250,32 @@ def test_each_device_has_the_kv_of_its_query_heads(config, kv_heads, group, devi
         assert [head // group - first for head in of_queries] == [
             place // local for place in range(len(of_queries))
         ]
+    check_parts(config, sizes)
+
+
+def check_parts(config: ModelConfig, sizes: tuple[int, int]) -> None:
+    """Each device has an equal part of each tensor: the smallest that the mesh allows."""
+    mesh = AbstractMesh(sizes, ("heads", "copies"), (AxisType.Auto,) * 2)
+    devices = sizes[0] * sizes[1]
+    of_words = devices if config.vocab_size % devices == 0 else 1
+    words, queries, keys = config.vocab_size, 2 * config.num_heads, 2 * config.num_kv_heads
+    for name, shape, parts in (
+        ("embed_tokens.weight", (words, 4), of_words),
+        ("lm_head.weight", (words, 4), of_words),
+        ("q_proj.weight", (queries, 4), devices),
+        ("q_proj.bias", (queries,), devices),
+        ("k_proj.weight", (keys, 4), sizes[0]),
+        ("v_proj.bias", (keys,), sizes[0]),
+        ("o_proj.weight", (4, queries), devices),
+        ("o_proj.bias", (4,), 1),
+        ("gate_proj.weight", (config.intermediate_size, 4), devices),
+        ("down_proj.weight", (4, config.intermediate_size), devices),
+        ("norm.weight", (4,), 1),
+    ):
+        sharding = tensor_sharding(config, mesh, f"model.{name}")
+        assert sharding is not None
+        part = sharding.shard_shape(shape)  # refuses unequal parts
+        assert math.prod(part) * parts == math.prod(shape), name
 
 
 def places(sizes: tuple[int, int], spec: Any, heads: int) -> list[list[int]]:
