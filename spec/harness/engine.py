@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from ..adapters.cache import AdapterError
 from ..rules.rule import Violation
 from . import operations
 from .operations import Table
@@ -96,13 +97,26 @@ class Finding:
         }
 
 
+def new_world(subject: Subject, config: Mapping[str, Any]) -> World:
+    """Return an empty world.
+
+    Raises:
+        AdapterError: if a rule is broken before the first operation.
+    """
+    try:
+        return subject.world(dict(config))
+    except Violation as violation:
+        broken = f"breaks {violation.rule.name}: {violation.why}"
+        raise AdapterError(f"a new world of {dict(config)} {broken}") from violation
+
+
 def replay(subject: Subject, config: Mapping[str, Any], trace: Trace) -> Violation | None:
     """Run a trace from the start; operations that do not apply are skipped.
 
     Returns:
         The rule that broke, or None.
     """
-    world = subject.world(dict(config))
+    world = new_world(subject, config)
     try:
         for operation in trace:
             world.apply(operation)

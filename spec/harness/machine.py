@@ -50,7 +50,7 @@ from ..adapters.cache_target import Depth
 from ..rules.rule import Violation
 from .cache.operations import CACHE_TABLE
 from .cost_world import COST_TABLE
-from .engine import Below, Config, Finding, Subject, Trace
+from .engine import Below, Config, Finding, Subject, Trace, new_world
 from .findings.program import to_program
 from .handoff.operations import HANDOFF_TABLE
 from .operations import Groups, Operation, Table
@@ -194,7 +194,7 @@ class SpecificationMachine(RuleBasedStateMachine, unittest.TestCase):
     @initialize(config=_config())
     def start(self, config: Config) -> None:
         """Start with an empty world of random size."""
-        self.world = self.subject().world(config)
+        self.world = new_world(self.subject(), config)
 
     def teardown(self) -> None:
         """Let all requests end, if the program came to its end."""

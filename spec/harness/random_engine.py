@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..rules.rule import Violation
-from .engine import Below, Finding, Subject, Trace, World
+from .engine import Below, Finding, Subject, Trace, World, new_world
 
 CASE_LENGTHS: Final = (100,)
 """Operations in one world, if its subject has no ``case_lengths``."""
@@ -59,7 +59,7 @@ def run(subject: Subject, seed: int, num_steps: int, steps_per_case: int = 0) ->
     situations: Counter[str] = Counter()
     while done < num_steps:
         config = subject.configure(below)
-        world = subject.world(config)
+        world = new_world(subject, config)
         length = lengths[below(len(lengths))] if len(lengths) > 1 else lengths[0]
         trace, violation = run_case(world, below, length)
         num_cases += 1

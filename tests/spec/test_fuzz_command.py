@@ -223,6 +223,20 @@ def test_a_factory_that_takes_other_arguments(fuzz: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("engine", ["random", "hypothesis"])
+def test_a_manager_that_fails_in_a_new_world(fuzz: Any, tmp_path: Path, engine: str) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(
+        "from tests.spec.toys import Plain\n"
+        "class Broken(Plain):\n"
+        "    def available(self): raise KeyError('blocks')\n"
+    )
+    outcome = fuzz("--target", f"{path}:Broken", "--engine", engine, "--steps", 100)
+    assert (outcome.status, outcome.stdout) == (2, "")
+    start = rf"radixkv: --target {re.escape(str(path))}:Broken: a new world of {{.*}} breaks S4 "
+    assert re.fullmatch(rf"{start}.*KeyError.*\n", outcome.stderr), outcome.stderr
+
+
 def test_a_process_that_dies(fuzz: Any, tmp_path: Path) -> None:
     path = tmp_path / "dying_toy.py"
     path.write_text("import os\n\ndef make(*sizes):\n    os._exit(3)\n")

@@ -6,7 +6,7 @@ import re
 from typing import Any, Final
 
 from ...rules.rule import RULES, Violation
-from ..engine import Finding, Operation, Subject, World
+from ..engine import Finding, Operation, Subject, World, new_world
 
 _NAME: Final = re.compile(r"[a-z]\d+(\.\d+)?")
 
@@ -63,7 +63,7 @@ def to_call(operation: Operation) -> str:
 
 def world_before(subject: Subject, finding: Finding) -> World:
     """Return the world before the last operation of a finding."""
-    world = subject.world(dict(finding.config))
+    world = new_world(subject, finding.config)
     try:
         for operation in finding.trace[:-1]:
             world.apply(operation)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ...adapters.recorder import Line, Recording, recording
 from ...rules.rule import RULES, Violation
-from ..engine import Finding, Subject
+from ..engine import Finding, Subject, new_world
 from .known import KnownSubject
 from .program import to_call
 
@@ -34,7 +34,7 @@ def to_script(finding: Finding, subject: Subject) -> str:
     with recording() as log:
         parts: list[tuple[str, list[Line]]] = [("", log.lines)]
         factory = _noting(subject.factory, log)  # type: ignore[attr-defined]  # all subjects have it
-        world = _with_factory(subject, factory).world(dict(finding.config))
+        world = new_world(_with_factory(subject, factory), finding.config)
         for operation in finding.trace:
             log.lines = []
             parts.append((to_call(operation), log.lines))

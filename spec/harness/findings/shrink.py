@@ -8,7 +8,7 @@ from copy import deepcopy
 from typing import Any, Final
 
 from ...rules.rule import Violation
-from ..engine import Config, Finding, Subject, Trace
+from ..engine import Config, Finding, Subject, Trace, new_world
 from ..random_engine import run_case
 
 MAX_REPLAYS: Final = 4_000
@@ -132,7 +132,7 @@ class _Shrinker:
         """
         num_steps = len(self.trace) - 2
         for _ in range(NUM_CASES if len(self.trace) > SHORT else 0):
-            world = self.subject.world(dict(self.config))
+            world = new_world(self.subject, self.config)
             trace, violation = run_case(world, self._random.randrange, num_steps)
             if violation is not None and self.keeps(self.config, trace):
                 break
@@ -169,7 +169,7 @@ def shrink(subject: Subject, finding: Finding) -> Finding:
 
 def _replay(subject: Subject, config: Config, trace: Trace) -> tuple[Violation | None, Trace]:
     """Run a trace from the start; return the violation and the operations applied before it."""
-    world = subject.world(dict(config))
+    world = new_world(subject, config)
     applied: Trace = []
     for operation in trace:
         try:

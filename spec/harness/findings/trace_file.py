@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ...adapters.cache import AdapterError
 from ...rules.rule import Violation
-from ..engine import Finding, Subject, replay
+from ..engine import Finding, Subject, new_world, replay
 
 FORMAT: Final = 1
 
@@ -102,7 +102,7 @@ def replay_file(subject: Subject, file: TraceFile) -> Finding | None:
     finding = file.finding
     done: list[list[Any]] = []
     try:
-        world = subject.world(dict(finding.config))
+        world = new_world(subject, finding.config)
         for operation in finding.trace:
             done.append(operation)
             world.apply(operation)

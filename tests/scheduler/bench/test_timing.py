@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import numpy as np
+import pytest
 
 from radixkv.scheduler.bench.timing import clock_cost_ns, quiet_heap, us_summary
 
@@ -30,4 +31,10 @@ def test_the_heap_is_frozen_within_and_collection_stays_on() -> None:
     with quiet_heap():
         assert gc.get_freeze_count() > 0
         assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_the_heap_is_thawed_if_a_benchmark_fails() -> None:
+    with pytest.raises(ValueError, match=r"^no room$"), quiet_heap():
+        raise ValueError("no room")
     assert gc.get_freeze_count() == 0
