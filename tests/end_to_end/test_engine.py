@@ -258,6 +258,16 @@ def test_stats_count_steps_tokens_and_padding(engine):
     assert serving.stats() == stats
 
 
+def test_a_request_that_ends_in_a_reset_is_work_until_it_is_returned(engine):
+    serving = fresh(engine("llama", 4), max_running=2)
+    serving.add_request(Request("last", [1, 2, 3], 1))
+    assert serving.step() == []  # its only step is in flight
+    serving.reset_cache()
+    assert serving.has_work and not serving.scheduler.has_work
+    [last] = serving.run()
+    assert (last.request_id, last.finish_reason, serving.has_work) == ("last", "length", False)
+
+
 def test_a_step_says_which_requests_it_may_have_given_tokens(engine):
     serving = fresh(engine("llama", 4), max_running=2)
     requests = [Request(str(i), prompt, 6) for i, prompt in enumerate(PROMPTS[:4])]

@@ -626,6 +626,15 @@ REFUSED: list[tuple[str, dict[str, Any], int, Any]] = [
         400,
         error("best_of is not supported: got 2", "best_of", "unsupported_parameter"),
     ),
+    *(
+        (
+            COMPLETIONS,
+            {field: value},
+            400,
+            error(f"{field} is not supported: got {shown}", field, "unsupported_parameter"),
+        )
+        for field, value, shown in (("best_of", True, "true"), ("echo", 0, "0"), ("store", 0, "0"))
+    ),
     (
         COMPLETIONS,
         {"logprobs": 21},

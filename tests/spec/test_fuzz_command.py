@@ -18,6 +18,8 @@ from radixkv.scheduler.cli import fuzz as fuzz_command
 from radixkv.scheduler.cli.main import main
 from radixkv.scheduler.fuzz import campaign
 from radixkv.scheduler.fuzz.campaign import CampaignConfig, CampaignResult, run_campaign
+from radixkv.spec import CacheSubject
+from radixkv.spec.harness import hypothesis_engine
 from radixkv.spec.harness.findings.trace_file import read_trace_file
 from radixkv.spec.harness.subjects import WHATS
 
@@ -70,6 +72,21 @@ def test_hypothesis(fuzz: Any) -> None:
     figures = json.loads(outcome.stdout)
     assert set(figures) == {"steps", "cases", "wall_s", "interrupted", "situations"}
     assert 500 <= figures["steps"] <= 551 and figures["situations"]["admitted"] > 3
+
+
+def test_each_hypothesis_test_of_a_run_has_a_seed_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hypothesis_engine, "CASES_AT_ONCE", 2)
+    with_seed, seeds = vars(hypothesis_engine)["with_seed"], list[int]()
+
+    def note(seed: int) -> Any:
+        seeds.append(seed)
+        return with_seed(seed)
+
+    monkeypatch.setattr(hypothesis_engine, "with_seed", note)
+    hypothesis_engine.run(CacheSubject(toys.Plain), 3, 200, 10)
+    assert seeds[0] == 3 and len(set(seeds)) == len(seeds) > 5
 
 
 def test_seconds(fuzz: Any) -> None:

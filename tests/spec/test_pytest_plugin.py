@@ -125,9 +125,13 @@ def test_known_findings_and_sizes(pytester: pytest.Pytester, folder: Path) -> No
     result = run(pytester)
     result.stdout.fnmatch_lines(["D1 *", "with num_blocks=5, block_size=4"])
     (path,) = traces(folder)
+    trace = json.loads(path.read_text())
     path.unlink()
     spec(folder, text.replace("[2]", "[5]") + 'known = ["D1", "D2", "A8"]\n')
     run(pytester).assert_outcomes(passed=1)
+    for known, outcome in (([], {"failed": 1}), (["D1", "D2", "A8"], {"passed": 1})):
+        path.write_text(json.dumps({**trace, "known": known}))
+        run(pytester, path.name).assert_outcomes(**outcome)
 
 
 def test_a_module_is_found_in_the_working_directory(

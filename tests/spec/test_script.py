@@ -111,6 +111,9 @@ class Shelf:
     def same(self, other: Any) -> bool:
         return other is self
 
+    def mirror(self, value: Any) -> Any:
+        return value
+
     def fail(self) -> None:
         raise KeyError(self.size)
 
@@ -124,6 +127,7 @@ def test_objects_have_names_and_plain_values_stay_plain() -> None:
         shelf.books[0] += 1
         with pytest.raises(KeyError):
             shelf.fail()
+        assert shelf.mirror((7,)) == (7,) and shelf.mirror(([8], 9)) == ([8], 9)
     shown = [(line.name, line.text, line.result, line.error) for line in log.lines]
     assert shown == [
         ("shelf", "Shelf(size=3)", "", ""),
@@ -133,4 +137,6 @@ def test_objects_have_names_and_plain_values_stay_plain() -> None:
         ("", "shelf.size = 4", "", ""),
         ("", "shelf.books", "[0]", ""),
         ("", "shelf.fail()", "", "KeyError(4)"),
+        ("", "shelf.mirror((7,))", "(7,)", ""),
+        ("", "shelf.mirror(([8], 9))", "([8], 9)", ""),
     ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 
 import pytest
 
 from radixkv.scheduler.terminal.console import PIPE_WIDTH, make_console, table, to_text
+from radixkv.scheduler.terminal.log_lines import listen
 
 
 class _Terminal(io.StringIO):
@@ -69,3 +71,18 @@ def test_a_broken_pipe_is_left_to_the_caller(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "stdout", Broken())
     with pytest.raises(BrokenPipeError):
         make_console().print("text")
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.ERROR])
+def test_a_logger_is_as_before_when_nobody_listens_any_more(level: int) -> None:
+    logger, taken = logging.getLogger(f"tests.of.{level}"), list[str]()
+    logger.setLevel(level)
+
+    def take(record: logging.LogRecord) -> None:
+        taken.append(record.getMessage())
+
+    with pytest.raises(ValueError, match=r"^the end$"), listen(logger.name, take):
+        logger.getChild("below").info("heard")
+        raise ValueError("the end")
+    logger.info("not heard")
+    assert (taken, logger.level, logger.handlers) == (["heard"], level, [])

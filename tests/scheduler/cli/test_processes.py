@@ -168,8 +168,9 @@ def test_an_error_ends_a_process_of_a_group_at_once(
 
 def test_only_process_0_opens_what_is_shared_or_written() -> None:
     given = {"json": "f", "storage": "s", "storage_max_bytes": 1, "kv_events": "e"}
+    given["kv_events_replay"] = "r"
     for process_id, expected in ((None, given), (0, given), (1, dict.fromkeys(given))):
-        arguments = argparse.Namespace(**given, kv_events_replay=None, process_id=process_id)
+        arguments = argparse.Namespace(**given, process_id=process_id)
         leave_to_process_0(arguments)
         assert {name: getattr(arguments, name) for name in given} == expected
 

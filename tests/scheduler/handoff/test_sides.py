@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -31,10 +32,13 @@ from radixkv.scheduler.handoff import (
 )
 from radixkv.scheduler.handoff.gateway_messages import (
     GATEWAY,
+    MAX_PROGRESS_TOKENS,
     AttemptMessage,
     DeliveryAck,
     FollowAttempt,
+    Progress,
 )
+from radixkv.scheduler.request import TokenLogprob
 
 from .harness import KEY, ORDERS, PROMPT, D, P, Pair
 
@@ -270,6 +274,34 @@ def test_nothing_is_kept_of_attempts_that_were_reported() -> None:
             if isinstance(message, AttemptMessage):
                 reporter.acknowledge(GATEWAY, DeliveryAck.of(message))
     assert (reporter._decoding, reporter._followed, reporter.num_unacked) == ({}, {}, 0)
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 5, 20])
+@pytest.mark.parametrize("surplus", [-1, 0, 1])
+def test_a_report_of_progress_has_a_bound_whatever_it_tells(
+    logprobs: int | None, surplus: int
+) -> None:
+    """Two attempts have new tokens; a record of a token counts as the pairs that it has."""
+    pairs = 1 if logprobs is None else 2 + logprobs
+    reporter, most = NodeReporter(1, Timing()), MAX_PROGRESS_TOKENS // pairs
+    num_tokens = {"first": most - 3, "second": 3 + surplus}
+    for name, number in num_tokens.items():
+        request = Request(name, PROMPT, MAX_PROGRESS_TOKENS, logprobs=logprobs)
+        request.output_tokens += range(number)
+        if logprobs is not None:
+            record = TokenLogprob(1, -0.5, 1, tuple((each, -0.5) for each in range(logprobs)))
+            request.output_logprobs += [record] * number
+        reporter.report(handoff.Started(AttemptKey(name, 1), request, 0), 0.0)
+        reporter.follow(FollowAttempt(AttemptKey(name, 1), 0))
+    reporter.take_messages()
+    told: Counter[str] = Counter()
+    for now in (1.0, 2.0):
+        reporter.report_progress(now)
+        for message in reporter.take_messages():
+            assert isinstance(message, Progress)
+            assert sum(len(each.tokens) for each in message.attempts) <= most
+            told.update({each.key.request_id: len(each.tokens) for each in message.attempts})
+    assert told == num_tokens
 
 
 def test_a_request_is_retried_and_answered_once() -> None:
