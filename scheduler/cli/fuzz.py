@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run a campaign or replay a finding, and print the result."""
     for option in ("json", "svg", "script"):
         check_destination(getattr(arguments, option), f"--{option}")
+        if option != "json" and getattr(arguments, option) == "-":
+            raise BadInputError(f"--{option} needs the name of a file, got -")
     if arguments.engine == "hypothesis" and importlib.util.find_spec("hypothesis") is None:
         raise BadInputError("--engine hypothesis needs Hypothesis: pip install hypothesis")
     try:
@@ -170,7 +172,10 @@ def _emit_finding(
         if script:
             Path(arguments.script).write_text(script, encoding="utf-8")
         else:
-            parts.append("\nno --script: the adapter makes nothing with radixkv.spec.recorded")
+            parts.append(
+                "\nno --script: the adapter makes nothing with radixkv.spec.recorded, or the "
+                "finding is not found again"
+            )
     if not is_reproducible:
         parts.append("\nA replay of this trace breaks no rule: the target is not deterministic.")
     parts.append(f"\nfailed: {finding.rule}: {summary}")

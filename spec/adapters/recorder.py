@@ -14,7 +14,7 @@ import re
 import sys
 import sysconfig
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,10 +94,11 @@ class Recording:
         self._names[kind] += 1
         line.name = f"{kind}{self._names[kind]}" if self._names[kind] > 1 else kind
         if isinstance(result, tuple):
-            return type(result)(
+            parts = (
                 each if _is_plain(each) else _StandIn(self, each, f"{line.name}[{place}]")
                 for place, each in enumerate(result)
             )
+            return _like(result, parts)
         stand_in = _StandIn(self, result, line.name)
         self._objects[id(result)] = stand_in, line.name
         return stand_in
@@ -120,6 +121,8 @@ class Recording:
             return _of(value)[2]
         if isinstance(value, list | tuple):
             inner = ", ".join(map(self.text, value))
+            if _is_named(value) and "<" not in type(value).__qualname__:
+                return f"{self.add_import(type(value))}({inner})"
             comma = "," if len(value) == 1 else ""
             return f"[{inner}]" if isinstance(value, list) else f"({inner}{comma})"
         if isinstance(value, dict):
@@ -209,16 +212,25 @@ def _real(value: Any) -> Any:
         for name, each in vars(value).items():
             setattr(value, name, _real(each))
     elif isinstance(value, list | tuple) and any(_real(each) is not each for each in value):
-        return type(value)(map(_real, value))
+        return _like(value, map(_real, value))
     elif isinstance(value, dict) and any(_real(each) is not each for each in value.values()):
         return {key: _real(each) for key, each in value.items()}
     return value
 
 
+def _is_named(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_make")
+
+
+def _like(value: Any, parts: Iterable[Any]) -> Any:
+    """Return a list, a tuple or a named tuple of other parts."""
+    return type(value)._make(parts) if _is_named(value) else type(value)(parts)
+
+
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_plain(each) for pair in value.items() for each in pair)
-    if type(value) in CONTAINERS:
+    if type(value) in CONTAINERS or _is_named(value):
         return all(map(_is_plain, value))
     return isinstance(value, PLAIN)
 

@@ -318,6 +318,8 @@ def test_a_module_that_cannot_be_imported(fuzz: Any, tmp_path: Path) -> None:
          "--json no/such/folder/a.json: the directory no/such/folder does not exist"),
         (["--svg", "no/such/folder/a.svg"],
          "--svg no/such/folder/a.svg: the directory no/such/folder does not exist"),
+        (["--svg", "-"], "--svg needs the name of a file, got -"),
+        (["--script", "-"], "--script needs the name of a file, got -"),
         (["--replay", "no_such.json"], "no_such.json: No such file or directory"),
     ],
 )  # fmt: skip

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -89,13 +90,23 @@ def test_known_findings_are_left_out_of_a_script_too() -> None:
     known = KnownSubject(CacheSubject(load_target(BROKEN)), ["S2", "A3", "C2"])
     finding = run(known, 0, 20_000).finding
     assert finding is not None and finding.rule.startswith("C1")
-    assert "C1 read-own-prefix: " in to_script(shrink(known, finding), known)
+    shrunk = shrink(known, finding)
+    assert "C1 read-own-prefix: " in to_script(shrunk, known)
+    other = dataclasses.replace(shrunk, rule="S1 no-leak")
+    assert to_script(other, known) == "", "another rule breaks"
 
 
 def test_nothing_is_recorded_without_need() -> None:
     assert recorded(Leaky) is Leaky
     finding = run(CacheSubject(Leaky), 0, 5_000).finding
     assert finding is not None and to_script(finding, CacheSubject(Leaky)) == ""
+
+
+class Place(NamedTuple):
+    """Where a book is."""
+
+    row: Any
+    column: int = 0
 
 
 class Shelf:
@@ -127,6 +138,8 @@ def test_objects_have_names_and_plain_values_stay_plain() -> None:
         shelf.books[0] += 1
         with pytest.raises(KeyError):
             shelf.fail()
+        place = shelf.mirror(Place(other, 2))
+        assert (type(place), place.column) == (Place, 2) and shelf.mirror(Place(1)).row == 1
         assert shelf.mirror((7,)) == (7,) and shelf.mirror(([8], 9)) == ([8], 9)
     shown = [(line.name, line.text, line.result, line.error) for line in log.lines]
     assert shown == [
@@ -137,6 +150,8 @@ def test_objects_have_names_and_plain_values_stay_plain() -> None:
         ("", "shelf.size = 4", "", ""),
         ("", "shelf.books", "[0]", ""),
         ("", "shelf.fail()", "", "KeyError(4)"),
+        ("place", "shelf.mirror(Place(tuple[0], 2))", "", ""),
+        ("", "shelf.mirror(Place(1, 0))", "Place(1, 0)", ""),
         ("", "shelf.mirror((7,))", "(7,)", ""),
         ("", "shelf.mirror(([8], 9))", "([8], 9)", ""),
     ]

@@ -41,6 +41,8 @@ def to_script(finding: Finding, subject: Subject) -> str:
             try:
                 world.apply(operation)
             except Violation as violation:
+                if violation.rule.name != finding.rule:
+                    return ""
                 why = violation.why
                 break
         else:
