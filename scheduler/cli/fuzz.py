@@ -48,8 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Run a campaign or replay a finding, and print the result."""
     for option in ("json", "svg", "script"):
         check_destination(getattr(arguments, option), f"--{option}")
-        if option != "json" and getattr(arguments, option) == "-":
-            raise BadInputError(f"--{option} needs the name of a file, got -")
     if arguments.engine == "hypothesis" and importlib.util.find_spec("hypothesis") is None:
         raise BadInputError("--engine hypothesis needs Hypothesis: pip install hypothesis")
     try:

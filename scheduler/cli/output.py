@@ -23,14 +23,16 @@ def check_destination(file: str | None, option: str = "--json") -> None:
     """Reject a file that cannot be written, before the work begins.
 
     Args:
-        file: Value of the option; None and `-` name no file.
+        file: Value of the option; None names no file, and `-` the output of a command with --json.
         option: Name of the option.
 
     Raises:
         BadInputError: The path is a directory, its directory does not exist, or it is not writable.
     """
-    if file in (None, "-"):
+    if file is None or (file == "-" and option == "--json"):
         return
+    if file == "-":
+        raise BadInputError(f"{option} needs the name of a file, got -")
     path = Path(str(file))
     if path.is_dir():
         raise BadInputError(f"{option} {path}: expected a file, got a directory")

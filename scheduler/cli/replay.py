@@ -18,8 +18,6 @@ from .output import ProgressBar, check_destination, emit
 def run(arguments: argparse.Namespace) -> int:
     """Replay, print the report, and return 1 if a check failed."""
     check_destination(arguments.json)
-    if arguments.html == "-":
-        raise BadInputError("--html needs the name of a file, got -")
     check_destination(arguments.html, "--html")
     check_memory(arguments)
     check_tiers(arguments, "--storage-blocks")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import astuple, dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -157,17 +158,15 @@ def choose_sizes(
     """
     is_cpu = memory.platform == "cpu"
     fraction = (0.3 if is_cpu else 0.9) if memory_fraction is None else memory_fraction
-    if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+    if not isinstance(fraction, Real) or not 0 < fraction <= 1:
         raise ConfigError(f"memory_fraction must be above 0 and at most 1, got {fraction!r}")
     block_size = as_count("block_size", block_size, 1)
     if num_blocks is not None:
         num_blocks = as_count("num_blocks", num_blocks, 1)
-    if token_budget is None:
-        token_budget = 256 if is_cpu else 1024
-    token_budget = as_count("token_budget", token_budget, 1)
-    if max_running is None:
-        max_running = min(16 if is_cpu else 128, token_budget)
-    max_running = as_count("max_running", max_running, 1)
+    default = 256 if is_cpu else 1024
+    token_budget = as_count("token_budget", default if token_budget is None else token_budget, 1)
+    default = min(16 if is_cpu else 128, token_budget)
+    max_running = as_count("max_running", default if max_running is None else max_running, 1)
     if max_model_len is not None:
         max_model_len = as_count("max_model_len", max_model_len, 1)
     elements_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim

@@ -116,8 +116,8 @@ def replay(subject: Subject, config: Mapping[str, Any], trace: Trace) -> Violati
     Returns:
         The rule that broke, or None.
     """
-    world = new_world(subject, config)
     try:
+        world = subject.world(dict(config))
         for operation in trace:
             world.apply(operation)
     except Violation as violation:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from radixkv.scheduler.fuzz import cache_adapter, pool_adapter
+from radixkv.spec.harness.cache import checks
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import Trace, replay
 from radixkv.spec.harness.pool_world import PoolSubject
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.rules.cache import CACHE_RULES
+from radixkv.spec.rules.rule import Violation
 
 from .floors import CACHE_FLOORS, too_rare
 
@@ -61,3 +67,21 @@ def test_a_trace_replays_and_what_does_not_apply_is_skipped() -> None:
 
 def test_there_are_enough_rules() -> None:
     assert len(CACHE_RULES) >= 45
+
+
+def entry(last_use: int, depth: int) -> Any:
+    return SimpleNamespace(last_use=last_use, depth=depth)
+
+
+def test_idle_blocks_are_in_order_of_use_and_leaves_before_their_parents() -> None:
+    unused = {1: entry(5, 0), 2: entry(5, 1), 3: entry(5, 2), 4: entry(7, 0)}
+    model: Any = SimpleNamespace(unused=lambda: unused, promises=SimpleNamespace(lru=True))
+    for idle in permutations(unused):
+        shot: Any = SimpleNamespace(idle=list(idle))
+        if idle == (3, 2, 1, 4):
+            checks._check_idle(model, shot)
+            continue
+        with pytest.raises(Violation) as caught:
+            checks._check_idle(model, shot)
+        text = f"the idle blocks {shot.idle} are not in order"
+        assert (caught.value.rule.code, caught.value.why) == ("W5", text)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from radixkv.scheduler.fuzz import handoff_adapter
-from radixkv.spec.adapters.handoff import NodeCounts
 from radixkv.spec.model.handoff import (
     DecodeModel,
     Memory,
@@ -459,17 +455,3 @@ def test_requests_are_overtaken_by_those_refused_later() -> None:
     model.admitted("new", room=0, now=1)
     with breaks(X19):
         model.admitted("newer", room=0, now=1)
-
-
-def test_a_node_of_ours_counts_leases_and_parked_requests() -> None:
-    """What is parked is held, too: a parked request that nobody resumes is a leak."""
-    figures = SimpleNamespace(num_blocks=9, live_leases=2, hit_blocks=3)
-    done = SimpleNamespace(hit_tokens=10, host_hit_tokens=200, storage_hit_tokens=3_000)
-    node: Any = SimpleNamespace(
-        manager=SimpleNamespace(stats=lambda: figures, available=7, block_size=4),
-        scheduler=SimpleNamespace(stats=lambda: done, num_open=5),
-        reporter=SimpleNamespace(num_unacked=6),
-    )
-    for tiers, held in ((None, 2), (SimpleNamespace(parked=40), 42)):
-        figures.tiers = tiers
-        assert handoff_adapter._Node.counts(node) == NodeCounts(9, 7, held, 5, 6, 3_210, 12)

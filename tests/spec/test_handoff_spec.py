@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from radixkv.scheduler.fuzz import handoff_adapter
 from radixkv.scheduler.fuzz.handoff_adapter import make_factory
+from radixkv.spec.adapters.handoff import NodeCounts
 from radixkv.spec.harness.handoff.world import HandoffSubject
 from radixkv.spec.harness.random_engine import run
 from tests.scheduler.handoff.bugs import BUGS
@@ -39,3 +44,17 @@ def test_a_node_that_publishes_nothing_is_found_at_once(name: str) -> None:
         for seed in range(3):
             finding = run(subject_of(package), seed, 300).finding
             assert finding is not None and finding.rule.endswith("hit-is-due")
+
+
+def test_a_node_of_ours_counts_leases_and_parked_requests() -> None:
+    """What is parked is held, too: a parked request that nobody resumes is a leak."""
+    figures = SimpleNamespace(num_blocks=9, live_leases=2, hit_blocks=3)
+    done = SimpleNamespace(hit_tokens=10, host_hit_tokens=200, storage_hit_tokens=3_000)
+    node: Any = SimpleNamespace(
+        manager=SimpleNamespace(stats=lambda: figures, available=7, block_size=4),
+        scheduler=SimpleNamespace(stats=lambda: done, num_open=5),
+        reporter=SimpleNamespace(num_unacked=6),
+    )
+    for tiers, held in ((None, 2), (SimpleNamespace(parked=40), 42)):
+        figures.tiers = tiers
+        assert handoff_adapter._Node.counts(node) == NodeCounts(9, 7, held, 5, 6, 3_210, 12)

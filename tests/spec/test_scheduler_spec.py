@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import permutations
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,6 +21,7 @@ from radixkv.spec.harness.scheduler.configuration import draw_prompt
 from radixkv.spec.harness.scheduler.counts import Books
 from radixkv.spec.harness.scheduler.differential import check_same, draw_requests
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
+from radixkv.spec.model import scheduler_policies
 from radixkv.spec.model.scheduler import next_token, root_tag
 from radixkv.spec.rules.rule import Violation
 
@@ -221,3 +225,18 @@ def test_a_prompt_fits_the_smallest_pools(num_blocks: int, block_size: int) -> N
     config = {**CONFIG, "num_blocks": num_blocks, "block_size": block_size}
     lengths = {len(draw_prompt(random.Random(seed).randrange, [], config)) for seed in range(1_000)}
     assert lengths <= set(range(1, num_blocks * block_size + 3))
+
+
+@pytest.mark.parametrize("orders", list(permutations(range(4), 2)))
+def test_nobody_goes_on_who_comes_after_any_that_is_preempted(orders: tuple[int, ...]) -> None:
+    requests: list[Any] = [SimpleNamespace(order=order) for order in range(4)]
+    preempted = [requests[order] for order in orders]
+    running = [each for each in requests if each not in preempted]
+    model: Any = SimpleNamespace(promised={"policy"})
+    step: Any = SimpleNamespace(preempted=preempted, running=running)
+    if set(orders) == {2, 3}:
+        scheduler_policies.check_preempted(model, step)
+        return
+    with pytest.raises(Violation) as caught:
+        scheduler_policies.check_preempted(model, step)
+    assert caught.value.rule.code == "Q26"

@@ -94,6 +94,29 @@ def test_what_does_not_come_up_again_is_returned_as_it_is() -> None:
     assert not breaks_again(LEAKY, finding)
 
 
+def test_sizes_in_which_a_new_world_breaks_a_rule_are_left_out() -> None:
+    finding = found(1)
+    size = finding.config["num_blocks"]
+
+    class OfOneSize(Leaky):
+        def available(self) -> int:
+            if self.size != size:
+                raise KeyError(self.size)
+            return super().available()
+
+        def __init__(self, num_blocks: int, block_size: int) -> None:
+            super().__init__(num_blocks, block_size)
+            self.size = num_blocks
+
+    subject = CacheSubject(OfOneSize, "api")
+    small = shrink(subject, finding)
+    assert (small.rule, small.config["num_blocks"]) == (finding.rule, size)
+    assert shrink(LEAKY, finding).config["num_blocks"] < size
+    assert 0 < len(small.trace) < len(finding.trace)
+    broken = replay(subject, {**finding.config, "num_blocks": size - 1}, [])
+    assert broken is not None and broken.rule.code == "S4"
+
+
 def test_the_original_is_left_alone() -> None:
     finding = found(1)
     before = json.dumps(finding.to_json())

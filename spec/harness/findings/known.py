@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ...adapters.cache import AdapterError
 from ...rules.rule import RULES, Violation, not_judging
-from ..engine import Below, Config, Operation, Subject, Trace, World, new_world
+from ..engine import Below, Config, Operation, Subject, Trace, World
 
 MET: Final = "known: "
 """Situations whose names begin so count the findings that were met."""
@@ -76,7 +76,7 @@ class _KnownWorld:
 
     def __init__(self, subject: Subject, config: Config, known: frozenset[str]) -> None:
         self._subject, self._config, self._known = subject, config, known
-        self._world = new_world(subject, config)
+        self._world = subject.world(dict(config))
         self._earlier: Counter[str] = Counter()
         self.situations: Counter[str] = Counter()
         self._has_met = False
@@ -111,5 +111,5 @@ class _KnownWorld:
             if not (self._has_met or met):
                 raise
         self._earlier.update(self._world.situations)
-        self._world = new_world(self._subject, self._config)
+        self._world = self._subject.world(dict(self._config))
         return True

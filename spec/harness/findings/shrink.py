@@ -169,8 +169,11 @@ def shrink(subject: Subject, finding: Finding) -> Finding:
 
 def _replay(subject: Subject, config: Config, trace: Trace) -> tuple[Violation | None, Trace]:
     """Run a trace from the start; return the violation and the operations applied before it."""
-    world = new_world(subject, config)
     applied: Trace = []
+    try:
+        world = subject.world(dict(config))
+    except Violation:  # without any operation, so it is another finding
+        return None, applied
     for operation in trace:
         try:
             if world.apply(operation):

@@ -1,4 +1,4 @@
-"""Consoles and tables of commands and reports."""
+"""Consoles, tables and log lines of commands and reports."""
 
 from __future__ import annotations
 
