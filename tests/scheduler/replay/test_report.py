@@ -14,7 +14,8 @@ from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.scheduler.replay.checks import Check
 from radixkv.scheduler.replay.engine_run.checks import PassResult
 from radixkv.scheduler.replay.engine_run.real_run import RealRun, RealRunConfig
-from radixkv.scheduler.replay.hits.hit_curve import measure_hit_curve
+from radixkv.scheduler.replay.hits.counts import HitCounts
+from radixkv.scheduler.replay.hits.hit_curve import HitRow, measure_hit_curve
 from radixkv.scheduler.replay.report import (
     ClusterSection,
     RealSection,
@@ -478,3 +479,20 @@ def test_each_figure_of_the_real_run_is_in_its_row(report: ReplayReport) -> None
         "compiled after warm-up": "7,005",
         "time, s": "8.3",
     }
+
+
+def test_each_figure_of_the_hits_is_in_its_row(report: ReplayReport) -> None:
+    rows = (
+        HitRow(1_006, HitCounts(7, 400, 100, 2_006, 0.25), 1, 3_006, 4_006, None),
+        HitRow(None, HitCounts(7, 400, 160, 5_006, 0.4), 2, 6_006, 7_006, None),
+    )
+    made = dataclasses.replace(report, hits=dataclasses.replace(report.hits, rows=rows))
+    [section] = [each for each in made.sections() if each.name == "hits"]
+    table = [line.split() for line in to_text(section.parts[0]).splitlines()]
+    assert table[2:] == [
+        ["1,006", "100", "25.0%", "62.5%", "3,006", "2,006", "4,006"],
+        ["no", "limit", "160", "40.0%", "100.0%", "6,006", "5,006", "7,006"],
+    ]
+    flat = words(made.text())
+    assert "a cache without a limit: 160 of 400 requested blocks had been seen before" in flat
+    assert "Of the prompt blocks, 40.0% repeat an earlier prefix." in flat
