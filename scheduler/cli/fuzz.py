@@ -13,7 +13,7 @@ from typing import Any
 
 from ...spec.adapters.cache import AdapterError
 from ...spec.adapters.cache_target import DEPTHS
-from ...spec.adapters.load_target import TargetError
+from ...spec.adapters.load_target import TargetError, target_beside
 from ...spec.harness.engine import Finding, Subject
 from ...spec.harness.findings.known import MET
 from ...spec.harness.findings.program import to_program
@@ -78,8 +78,7 @@ def _with_origin(arguments: argparse.Namespace, problem: object) -> str:
 
 def _run_campaign(arguments: argparse.Namespace) -> int:
     what: What = arguments.what or "cache"
-    if arguments.depth and what != "cache":
-        raise BadInputError(f"--depth: only a cache has depths, not {what}")
+    _check_depth(arguments, what)
     config = CampaignConfig(
         what,
         arguments.target or DEFAULT_TARGETS[what],
@@ -117,10 +116,26 @@ def _run_campaign(arguments: argparse.Namespace) -> int:
     return EXIT_INTERRUPTED if result.interrupted else 0
 
 
+def _check_depth(arguments: argparse.Namespace, what: What) -> None:
+    if arguments.depth and what != "cache":
+        raise BadInputError(f"--depth: only a cache has depths, not {what}")
+
+
 def _replay(arguments: argparse.Namespace) -> int:
-    file = read_trace_file(Path(arguments.replay))
+    drawing = {
+        "--engine": arguments.engine != "random",
+        "--seed": arguments.seed is not None,
+        "--jobs": arguments.jobs != 1,
+        "--block-sizes": arguments.block_sizes,
+        "--pool-sizes": arguments.pool_sizes,
+    }
+    if given := [option for option, is_given in drawing.items() if is_given]:
+        raise BadInputError(f"--replay draws nothing: leave out {', '.join(given)}")
+    path = Path(arguments.replay)
+    file = read_trace_file(path)
     what = _one_of(WHATS, arguments.what or file.what, f'{arguments.replay}: "what"')
-    target = arguments.target or file.target or DEFAULT_TARGETS[what]
+    _check_depth(arguments, what)
+    target = arguments.target or target_beside(file.target, path) or DEFAULT_TARGETS[what]
     depth = _one_of(DEPTHS, arguments.depth or file.depth, f'{arguments.replay}: "depth"')
     known = tuple(arguments.known) or file.known
     subject = load_subject(what, target, depth, replace(_options(arguments), known=known))

@@ -45,6 +45,14 @@ def load_target(target: str) -> Make:
     return _explained(found, name)
 
 
+def target_beside(target: str, file: Path) -> str:
+    """Return a target whose file, if there is one beside another file, is meant to be that."""
+    where, colon, name = target.rpartition(":")
+    if where.endswith(".py") and (beside := file.parent / where).is_file():
+        return f"{beside}{colon}{name}"
+    return target
+
+
 def _load_module(name: str) -> Any:
     _make_importable(os.getcwd())
     try:

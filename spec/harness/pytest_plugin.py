@@ -197,7 +197,7 @@ def _subject(
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Subject:
     from ..adapters.cache_target import Depth
-    from ..adapters.load_target import load_target
+    from ..adapters.load_target import load_target, target_beside
     from .subjects import WHATS, SubjectOptions, make_subject
 
     if what not in WHATS:
@@ -207,9 +207,7 @@ def _subject(
         raise KvSpecError(f"{item.path}: depth must be one of {wanted}, got {depth!r}")
     if not target:
         raise KvSpecError(f"{item.path}: no target: give one in the file, or --kv-target")
-    where, colon, name = target.rpartition(":")
-    if where.endswith(".py") and (beside := item.path.parent / where).is_file():
-        target = f"{beside}{colon}{name}"
+    target = target_beside(target, item.path)
     listed = {key: tuple(options.get(key, ())) for key in LISTED}
     return make_subject(what, load_target(target), depth, SubjectOptions(**listed))
 

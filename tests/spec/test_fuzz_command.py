@@ -374,6 +374,38 @@ def test_a_trace_without_a_target_is_ours(fuzz: Any, tmp_path: Path) -> None:
     assert outcome == (0, f"ok: 1 steps of {path}\n", "")
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--seed", 0], "--replay draws nothing: leave out --seed"),
+        (["--engine", "hypothesis", "--jobs", 2],
+         "--replay draws nothing: leave out --engine, --jobs"),
+        (["--block-sizes", 1, "--pool-sizes", 3],
+         "--replay draws nothing: leave out --block-sizes, --pool-sizes"),
+        (["--what", "pool", "--depth", "api"], "--depth: only a cache has depths, not pool"),
+    ],
+)  # fmt: skip
+def test_a_replay_ignores_no_option(
+    fuzz: Any, tmp_path: Path, options: list[object], text: str
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(GOOD))
+    assert fuzz("--replay", path, *options) == (2, "", f"radixkv: {text}\n")
+
+
+def test_a_replay_finds_the_adapter_beside_the_trace(
+    fuzz: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "adapter_beside.py").write_text(TOYS.read_text())
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({**GOOD, "target": "adapter_beside.py:Plain"}))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert fuzz("--replay", path).stdout == f"ok: 1 steps of {path}\n"
+    absent = fuzz("--replay", path, "--target", "adapter_beside.py:Plain")
+    assert absent.stderr.endswith(": there is no file adapter_beside.py\n")
+
+
 def test_hypothesis_that_is_not_installed(fuzz: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     outcome = fuzz("--engine", "hypothesis")
