@@ -10,6 +10,7 @@ writes down each call with its arguments.
 
 from __future__ import annotations
 
+import builtins
 import re
 import sys
 import sysconfig
@@ -36,6 +37,7 @@ class Line:
         text: a call, an assignment to an attribute, or the read of an attribute.
         name: variable for its result; "" for none.
         result: its result as text; "" if it has none, or one that no text stands for.
+        answer: its result, if it has a text.
         error: what it raised.
         is_read: whether it only reads an attribute.
         is_look: whether the adapter only looked at the manager to answer.
@@ -44,6 +46,7 @@ class Line:
     text: str
     name: str = ""
     result: str = ""
+    answer: Any = None
     error: str = ""
     is_read: bool = False
     is_look: bool = False
@@ -87,10 +90,12 @@ class Recording:
         """Write down a result; return a stand-in for it unless it is plain."""
         if _is_plain(result):
             line.result = self.text(result) if result is not None else ""
+            line.answer = result
             return result
         if id(result) in self._objects:
             return self._objects[id(result)][0]
         kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(result).__name__).lower().strip("_")
+        kind = "items" if hasattr(builtins, kind) else kind
         self._names[kind] += 1
         line.name = f"{kind}{self._names[kind]}" if self._names[kind] > 1 else kind
         if isinstance(result, tuple):
@@ -190,7 +195,13 @@ class _StandIn:
         return bool(_of(self)[1])
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(_of(self)[1])
+        recording, real, text = _of(self)
+        if not isinstance(real, list | tuple):
+            line = Line(f"list({text})", is_read=True)
+            recording.lines.append(line)
+            return iter(recording.note(line, list(real)))
+        parts = enumerate(real)
+        return (recording.read(f"{text}[{place}]", each) for place, each in parts)
 
     def __int__(self) -> int:
         return int(_of(self)[1])

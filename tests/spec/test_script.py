@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,6 +116,7 @@ class Shelf:
     def __init__(self, size: int = 2) -> None:
         self.size = size
         self.books = [0]
+        self.held: dict[str, Any] = {}
 
     def pair(self) -> tuple[Shelf, list[int]]:
         return self, [1]
@@ -127,6 +129,16 @@ class Shelf:
 
     def fail(self) -> None:
         raise KeyError(self.size)
+
+    def parts(self) -> Iterator[Any]:
+        yield from [self, Shelf()]
+
+    def shelves(self) -> list[Shelf]:
+        return [Shelf(7)]
+
+    def put(self, book: int) -> list[int]:
+        self.books.append(book)
+        return self.books
 
 
 def test_objects_have_names_and_plain_values_stay_plain() -> None:
@@ -144,14 +156,119 @@ def test_objects_have_names_and_plain_values_stay_plain() -> None:
     shown = [(line.name, line.text, line.result, line.error) for line in log.lines]
     assert shown == [
         ("shelf", "Shelf(size=3)", "", ""),
-        ("tuple", "shelf.pair()", "", ""),
-        ("", "shelf.same(tuple[0])", "True", ""),
+        ("items", "shelf.pair()", "", ""),
+        ("", "shelf.same(items[0])", "True", ""),
         ("", "shelf.size", "3", ""),
         ("", "shelf.size = 4", "", ""),
         ("", "shelf.books", "[0]", ""),
         ("", "shelf.fail()", "", "KeyError(4)"),
-        ("place", "shelf.mirror(Place(tuple[0], 2))", "", ""),
+        ("place", "shelf.mirror(Place(items[0], 2))", "", ""),
         ("", "shelf.mirror(Place(1, 0))", "Place(1, 0)", ""),
         ("", "shelf.mirror((7,))", "(7,)", ""),
         ("", "shelf.mirror(([8], 9))", "([8], 9)", ""),
     ]
+
+
+def test_what_objects_hold_has_names_too() -> None:
+    with recording() as log:
+        shelf = recorded(Shelf)()
+        mine, other = shelf.parts()
+        assert shelf.same(mine) and not shelf.same(other)
+        for each in shelf.shelves():
+            shelf.mirror(each)
+        shelf.held = {"a": other}
+        assert list(shelf.held) == ["a"]
+    assert [f"{line.name} = {line.text}" if line.name else line.text for line in log.lines] == [
+        "shelf = Shelf()",
+        "generator = shelf.parts()",
+        "items = list(generator)",
+        "shelf.same(shelf)",
+        "shelf.same(items[1])",
+        "items2 = shelf.shelves()",
+        "shelf2 = shelf.mirror(items2[0])",
+        "shelf.held = {'a': items[1]}",
+        "list(shelf.held)",
+    ]
+
+
+LIVE = '''
+class View:
+    def __init__(self, free):
+        self.free = free
+
+    def size(self):
+        return len(self.free)
+
+
+class Blocks:
+    def __init__(self, num_blocks):
+        self.free, self.tables = list(range(num_blocks)), {}
+
+    def view(self):
+        return View(self.free)
+
+    def take(self, name, grows):
+        """Returns the table itself, which the next call changes."""
+        table = self.tables.setdefault(name, [])
+        table.append(self.free.pop() if RIGHT or not grows else table[0])
+        return table
+
+    def give_back(self, name):
+        self.free += self.tables.pop(name)
+
+
+class Adapter:
+    def __init__(self, num_blocks, block_size):
+        self.blocks, self.lengths, self.view = recorded(Blocks)(num_blocks), {}, None
+
+    def admit(self, name, tokens, namespace):
+        self.lengths[name] = 0
+        if self.append(name, tokens, False):
+            return 0
+        del self.lengths[name]
+
+    def append(self, name, tokens, grows=True):
+        if self.view.size() < len(tokens):
+            return False
+        for _ in tokens:
+            self.table = self.blocks.take(name, grows)
+            self.lengths[name] += 1
+        return True
+
+    def publish(self, name, tokens):
+        pass
+
+    def release(self, name):
+        if self.lengths.pop(name):
+            self.blocks.give_back(name)
+
+    def block_table(self, name):
+        return list(self.blocks.tables.get(name, ()))
+
+    def available(self):
+        self.view = self.view or self.blocks.view()  # a look that later calls use
+        return self.view.size()
+'''
+
+
+def test_a_script_keeps_answers_as_they_were(tmp_path: Path) -> None:
+    """A list that the manager changes later is copied when it is returned."""
+    path = tmp_path / "live_blocks.py"
+    start = "from radixkv.spec import recorded\nRIGHT = False\n"
+    path.write_text(start + LIVE)
+    before = list(sys.path)
+    try:
+        subject = CacheSubject(load_target(f"{path}:Adapter"), "api", [1])
+        text = script_of(subject)
+    finally:
+        sys.path[:] = before
+        sys.modules.pop("live_blocks", None)
+    assert "\nfrom copy import deepcopy\n" in text
+    assert " = deepcopy(blocks.take('" in text
+    assert text.count("deepcopy(") == text.count(".take(") - 1, "all but the last answer change"
+    path.write_text("RIGHT = False\n" + LIVE)
+    failed = execute(tmp_path / "script.py", text)
+    assert failed.returncode == 1 and "AssertionError: " in failed.stderr, (text, failed.stderr)
+    path.write_text("RIGHT = True\n" + LIVE)
+    repaired = execute(tmp_path / "script.py", text)
+    assert repaired.returncode == 0, (text, repaired.stderr)

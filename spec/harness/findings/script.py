@@ -55,11 +55,17 @@ def to_script(finding: Finding, subject: Subject) -> str:
 
 
 def _without_looks(parts: list[tuple[str, list[Line]]]) -> list[tuple[str, list[Line]]]:
-    last = len(parts) - 1
-    return [
-        (call, [line for line in lines if place == last or not (line.is_look or line.is_read)])
-        for place, (call, lines) in enumerate(parts)
-    ]
+    """Leave out what only looks or reads, but not in the last part, nor what later lines use."""
+    kept: list[tuple[str, list[Line]]] = []
+    words: set[str] = set()
+    for call, lines in reversed(parts):
+        shown: list[Line] = []
+        for line in reversed(lines):
+            if not kept or not (line.is_look or line.is_read) or line.name in words:
+                shown.append(line)
+                words.update(re.findall(r"\w+", line.text))
+        kept.append((call, shown[::-1]))
+    return kept[::-1]
 
 
 def _write(
@@ -67,6 +73,14 @@ def _write(
 ) -> str:
     rule = RULES[finding.rule]
     answers: dict[str, str] = {}
+    is_live = {
+        id(line): line.result != log.text(line.answer)
+        for _, lines in parts
+        for line in lines
+        if line.result
+    }
+    if any(is_live.values()):
+        log.imports.add("from copy import deepcopy")
     text = [f'"""{rule.name}: {rule.sentence}"""', ""]
     if log.folders:
         text += ["import sys", "", *(f"sys.path.insert(0, {each!r})" for each in log.folders), ""]
@@ -77,7 +91,9 @@ def _write(
             if line.result:
                 line.name = _new_name(line, answers)
                 answers[line.name] = line.result
-            shown = f"{line.name} = {line.text}" if line.name else line.text
+            # The manager has changed this answer since, which `deepcopy` keeps as it was.
+            call_text = f"deepcopy({line.text})" if is_live.get(id(line)) else line.text
+            shown = f"{line.name} = {call_text}" if line.name else call_text
             comment = f"raises {line.error}" if line.error else line.result
             text.append(f"{shown}  # {comment}" if comment else shown)
     if not (lines and lines[-1].error):
