@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
@@ -159,6 +159,8 @@ def sizes_of(factory: Factory, kind: Literal["block_sizes", "pool_sizes"]) -> Se
         AdapterError: they are no positive integers.
     """
     sizes = getattr(inspect.unwrap(factory), kind, ())
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
+    if not isinstance(sizes, Iterable) or not all(
+        isinstance(size, int) and size > 0 for size in sizes
+    ):
         raise AdapterError(f"{kind} must be positive integers, got {sizes!r}")
     return tuple(sizes)

@@ -43,20 +43,29 @@ def count_references(root: object, *leave_out: object) -> int:
 
 
 def _references(each: object) -> Iterable[object]:
+    held: list[Iterable[object]] = []
     if isinstance(each, dict):
-        return chain(each.keys(), each.values())
-    if isinstance(each, _SEQUENCES):
-        return each
-    in_slots = [getattr(each, name, None) for name in _slots(type(each))]
-    return chain(getattr(each, "__dict__", {}).values(), in_slots)
+        held += each.keys(), each.values()
+    elif isinstance(each, _SEQUENCES):
+        held.append(each)
+    held.append(getattr(each, "__dict__", {}).values())
+    held.append(getattr(each, name, None) for name in _slots(type(each)))
+    return chain.from_iterable(held)
 
 
 def _slots(kind: type) -> tuple[str, ...]:
-    """Return the names of the slots of a class and its bases."""
+    """Return the names of the slots of a class and its bases, private ones as Python mangles them.
+
+    ``__dict__`` is none of them, because what it holds is counted.
+    """
     if kind not in _SLOTS:
-        slots = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
-        names = ([each] if isinstance(each, str) else each for each in slots)
-        _SLOTS[kind] = tuple(chain.from_iterable(names))
+        names: list[str] = []
+        for base in kind.__mro__:
+            slots = base.__dict__.get("__slots__", ())
+            for name in [slots] if isinstance(slots, str) else slots:
+                is_private = name.startswith("__") and not name.endswith("__")
+                names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+        _SLOTS[kind] = tuple(name for name in names if name != "__dict__")
     return _SLOTS[kind]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,9 @@ def test_the_generator_and_the_shrinker_keep_to_the_sizes() -> None:
     assert small["block_size"] in (4, 8) and small["num_blocks"] in (6, 7)
 
 
-def test_sizes_are_positive() -> None:
-    broken = type("Broken", (SGLang,), {"block_sizes": (0,)})
-    with pytest.raises(AdapterError, match="block_sizes must be positive integers"):
+@pytest.mark.parametrize("sizes", [(0,), (4, -1), 4, ("4",), None])
+def test_sizes_are_positive(sizes: Any) -> None:
+    broken = type("Broken", (SGLang,), {"block_sizes": sizes})
+    text = re.escape(f"block_sizes must be positive integers, got {sizes!r}")
+    with pytest.raises(AdapterError, match=f"^{text}$"):
         CacheSubject(broken)

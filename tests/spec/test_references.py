@@ -24,6 +24,29 @@ class Derived(Slotted):
         self.b = b
 
 
+class Private(Slotted):
+    __slots__ = ("__dict__", "__hidden")
+
+    def __init__(self, hidden: Any, **attributes: Any) -> None:
+        super().__init__(None)
+        self.__hidden = hidden
+        self.__dict__.update(attributes)
+
+
+class Named(list[Any]):
+    def __init__(self, items: Any, name: Any) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+class Keyed(dict[Any, Any]):
+    __slots__ = ("key",)
+
+    def __init__(self, items: Any, key: Any) -> None:
+        super().__init__(items)
+        self.key = key
+
+
 class Plain:
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
@@ -34,6 +57,16 @@ def test_attributes_slots_and_entries_are_counted() -> None:
     assert count_references(Plain(a=1, b=None)) == 2
     assert count_references(Slotted([1, 2])) == 2 + 2
     assert count_references(Derived({1: "x"}, deque([1, 2, 3]))) == 3 + 2 + 3
+
+
+def test_private_slots_are_followed() -> None:
+    assert count_references(Private([1, 2, 3])) == 3 + 3
+    assert count_references(Private(None, a=[1, 2])) == 3 + 1 + 2
+
+
+def test_attributes_of_containers_are_followed() -> None:
+    assert count_references(Named([1, 2], [3, 4, 5])) == 2 + 1 + 3
+    assert count_references(Keyed({1: 2}, [3, 4, 5])) == 2 + 1 + 3
 
 
 def test_each_object_is_followed_once_and_code_is_not() -> None:
