@@ -40,6 +40,8 @@ def _lines(results: dict[str, Any], trace: Trace) -> Iterator[str]:
         f"{results['hit_blocks']:,} hit ({results['hit_rate']:.2%}), "
         f"{results['evicted_blocks']:,} evicted"
     )
+    if results["refused"]:
+        yield (f"{results['refused']:,} requests have more blocks than the device and were refused")
     if "host_hit_blocks" in results:
         yield (
             f"host: {results['host_hit_blocks']:,} hit "

@@ -275,7 +275,7 @@ def _hits(curve: HitCurve) -> Section:
                 f"{row.counts.hit_blocks / ideal.hit_blocks:.1%}" if ideal.hit_blocks else "-",
                 f"{row.belady_hit_blocks:,}",
                 f"{row.counts.evicted_blocks:,}",
-                f"{row.refused:,}",
+                f"{row.counts.refused:,}",
             )
             for row in curve.rows
         ],
@@ -475,8 +475,10 @@ def _percentiles(values: Percentiles | None, scale: float) -> str:
 
 
 def short(value: float) -> str:
-    """Format with three digits: four sets of percentiles share a line."""
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    """Format with three digits, or all of an integer: four sets of percentiles share a line."""
+    # 9.996 has its three digits in "10.0", not in "10.00".
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f}"
 
 
 def _of_prompts(result: SimulationResult | ClusterResult, num_tokens: int, digits: int = 0) -> str:

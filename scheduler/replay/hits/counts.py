@@ -33,6 +33,7 @@ class HitCounts:
         hit_blocks: Blocks found in the cache.
         evicted_blocks: Evictions over the whole trace.
         hit_rate: ``hit_blocks / blocks``.
+        refused: Requests with more blocks than the cache.
     """
 
     requests: int
@@ -40,6 +41,7 @@ class HitCounts:
     hit_blocks: int
     evicted_blocks: int
     hit_rate: float
+    refused: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class ManagerRun:
     Attributes:
         hits: Device hits of each request, in blocks.
         evicted_blocks: Evictions over the pass.
-        refused: Requests with more blocks than the cache.
+        refused: As in `HitCounts`.
         host_hits: Host hits of each request, in blocks.
         demoted_blocks, dropped_blocks: As in `TieredHitCounts`.
     """
@@ -110,8 +112,9 @@ def summarize(trace: Trace, run: ManagerRun) -> HitCounts:
     """Add up the counts of one pass."""
     blocks = sum(len(request.hash_ids) for request in trace.requests)
     hit_blocks = sum(run.hits)
+    hit_rate = hit_blocks / max(blocks, 1)
     return HitCounts(
-        len(trace.requests), blocks, hit_blocks, run.evicted_blocks, hit_blocks / max(blocks, 1)
+        len(trace.requests), blocks, hit_blocks, run.evicted_blocks, hit_rate, run.refused
     )
 
 

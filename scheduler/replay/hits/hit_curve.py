@@ -24,7 +24,6 @@ class HitRow:
         counts: Counts of the real manager.
         oracle_hit_blocks: Hits of block-by-block leaf LRU, the manager's documented policy.
         belady_hit_blocks: Hits of optimal eviction, an upper bound for every policy.
-        refused: Requests with more blocks than the capacity.
         first_difference: The first request (from 0) whose hits differ from the oracle's, or None.
     """
 
@@ -32,7 +31,6 @@ class HitRow:
     counts: HitCounts
     oracle_hit_blocks: int
     belady_hit_blocks: int
-    refused: int
     first_difference: str | None
 
 
@@ -72,7 +70,7 @@ def measure_hit_curve(
         )
         best = belady(paths, num_blocks)
         counts = summarize(trace, run)
-        rows.append(HitRow(limit, counts, sum(oracle), best, run.refused, difference))
+        rows.append(HitRow(limit, counts, sum(oracle), best, difference))
     return HitCurve(tuple(rows), (_check_oracle(rows, len(paths)), _check_order(rows)))
 
 

@@ -16,6 +16,7 @@ def test_json_counts_blocks(radixkv: Any, trace: Path) -> None:
         "hit_blocks": 3,
         "evicted_blocks": 0,
         "hit_rate": 3 / 11,
+        "refused": 0,
     }
 
 
@@ -27,6 +28,16 @@ def test_a_small_cache_evicts(radixkv: Any, trace: Path) -> None:
 def test_text_of_the_first_requests(radixkv: Any, trace: Path) -> None:
     outcome = radixkv("hits", trace, "--device-blocks", 100, "--requests", 2)
     assert outcome.stdout == ("2 requests, 5 blocks of 512 tokens: 1 hit (20.00%), 0 evicted\n")
+
+
+def test_requests_larger_than_the_device_are_told(radixkv: Any, trace: Path) -> None:
+    outcome = radixkv("hits", trace, "--device-blocks", 1)
+    sizes = [len(json.loads(line)["hash_ids"]) for line in trace.read_text().splitlines()]
+    num_refused = sum(size > 1 for size in sizes)
+    assert num_refused > 0
+    assert outcome.stdout.splitlines()[1] == (
+        f"{num_refused} requests have more blocks than the device and were refused"
+    )
 
 
 def test_text_of_a_trace_that_is_not_sorted(radixkv: Any, trace: Path) -> None:
@@ -83,6 +94,7 @@ def test_json_counts_both_tiers(radixkv: Any, trace: Path) -> None:
         "hit_blocks": 1,
         "evicted_blocks": 4,
         "hit_rate": 1 / 8,
+        "refused": 0,
         "host_hit_blocks": 0,
         "demoted_blocks": 4,
         "dropped_blocks": 0,

@@ -48,7 +48,7 @@ def test_the_capacity_must_be_positive(bundled_trace: Trace) -> None:
 
 def test_a_request_larger_than_the_cache_changes_nothing() -> None:
     trace = make_trace([0, 1], [0, 1, 2, 3], [0, 1])
-    assert count_hits(trace, 3) == HitCounts(3, 8, 2, 0, 2 / 8)
+    assert count_hits(trace, 3) == HitCounts(3, 8, 2, 0, 2 / 8, 1)
     run = run_manager(trace, 3)
     assert (run.hits, run.refused) == ([0, 0, 2], 1)
     assert lru_oracle(prefix_paths(trace), 3) == run.hits

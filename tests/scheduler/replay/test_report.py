@@ -8,6 +8,8 @@ import json
 import re
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from radixkv.kvcache.tiers.host_tier import HostConfig
@@ -21,6 +23,7 @@ from radixkv.scheduler.replay.report import (
     RealSection,
     ReplayReport,
     SimulationSection,
+    short,
 )
 from radixkv.scheduler.replay.simulation.cluster import ClusterConfig, simulate_cluster
 from radixkv.scheduler.replay.simulation.cost_model import named_costs
@@ -481,10 +484,21 @@ def test_each_figure_of_the_real_run_is_in_its_row(report: ReplayReport) -> None
     }
 
 
+@given(st.floats(0.1, 999.4))
+@example(9.994)
+@example(9.996)
+@example(99.94)
+@example(99.96)
+def test_a_short_number_has_three_digits(value: float) -> None:
+    shown = short(value)
+    assert len(shown.replace(".", "")) == 3
+    assert float(shown) == pytest.approx(value, abs=0.0051 if value < 10 else value / 180)
+
+
 def test_each_figure_of_the_hits_is_in_its_row(report: ReplayReport) -> None:
     rows = (
-        HitRow(1_006, HitCounts(7, 400, 100, 2_006, 0.25), 1, 3_006, 4_006, None),
-        HitRow(None, HitCounts(7, 400, 160, 5_006, 0.4), 2, 6_006, 7_006, None),
+        HitRow(1_006, HitCounts(7, 400, 100, 2_006, 0.25, 4_006), 1, 3_006, None),
+        HitRow(None, HitCounts(7, 400, 160, 5_006, 0.4, 7_006), 2, 6_006, None),
     )
     made = dataclasses.replace(report, hits=dataclasses.replace(report.hits, rows=rows))
     [section] = [each for each in made.sections() if each.name == "hits"]

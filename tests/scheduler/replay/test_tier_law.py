@@ -54,6 +54,7 @@ def test_the_counts_of_the_bundled_trace(bundled_trace: Trace) -> None:
         hit_blocks=1038,
         evicted_blocks=25_267,
         hit_rate=1038 / 27_305,
+        refused=0,
         host_hit_blocks=4723 - 1038,
         demoted_blocks=27_305 - 1038 - 1_000,
         dropped_blocks=27_305 - 4723 - 10_000,
