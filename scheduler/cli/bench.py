@@ -13,7 +13,7 @@ from ..replay.trace import read_trace
 from ..terminal.console import table
 from .errors import BadInputError
 from .options.common import check_memory
-from .output import check_destination, emit
+from .shared.output import check_destination, emit
 
 
 def run(arguments: argparse.Namespace) -> int:

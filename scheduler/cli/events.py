@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ..terminal.console import table
 from ..terminal.interrupts import remember_interrupts
 from .errors import BadInputError
-from .kv_events import check_libraries
-from .output import check_destination, emit
+from .shared.kv_events import check_libraries
+from .shared.output import check_destination, emit
 
 if TYPE_CHECKING:
     from ..events.check import StreamChecker

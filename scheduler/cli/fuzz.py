@@ -36,7 +36,7 @@ from ..fuzz.campaign import (
     run_campaign,
 )
 from .errors import BadInputError
-from .output import check_destination, emit
+from .shared.output import check_destination, emit
 
 NUM_SEEDS = 1 << 31
 

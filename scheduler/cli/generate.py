@@ -27,17 +27,17 @@ from ..request import SamplingParams, TokenLogprob
 from ..serving import GenerationOutput, GenerationParams
 from ..terminal.console import table
 from ..text import Guided, TextTokenizer
-from .completions import Completions
 from .errors import BadInputError
-from .kv_events import publishing
-from .model_loading import load_model_of_options
 from .options.common import check_memory, host_tier, reserve_tokens
 from .options.generate import GUIDED, SAMPLING, check, option_of_texts
-from .output import check_destination, describe_node, describe_storage, emit
-from .processes import group_of_options, leave_to_process_0
-from .prompts import Sizes, choose_sizes, prompts_failed, read_prompts
-from .startup import report_on_stderr
-from .tiers import check_server, storage_of_options
+from .shared.completions import Completions
+from .shared.kv_events import publishing
+from .shared.model_loading import load_model_of_options
+from .shared.output import check_destination, describe_node, describe_storage, emit
+from .shared.processes import group_of_options, leave_to_process_0
+from .shared.prompts import Sizes, choose_sizes, prompts_failed, read_prompts
+from .shared.startup import report_on_stderr
+from .shared.tiers import check_server, storage_of_options
 
 
 def run(arguments: argparse.Namespace) -> int:

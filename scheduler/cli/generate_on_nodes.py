@@ -19,11 +19,11 @@ from ..nodes.channel.codec import VERSION
 from ..nodes.open_files import reserve_files
 from ..nodes.processes import NodeProcesses
 from ..nodes.remote_nodes import RemoteNodes
-from .completions import Completions
 from .errors import BadInputError
-from .output import ProgressBar
-from .prompts import Sizes, prompts_failed
-from .tiers import storage_of_node
+from .shared.completions import Completions
+from .shared.output import ProgressBar
+from .shared.prompts import Sizes, prompts_failed
+from .shared.tiers import storage_of_node
 
 SILENCE_S: Final = 5.0
 TIMEOUT_S: Final = 120.0

@@ -12,7 +12,7 @@ from ..replay.hits.counts import count_hits
 from ..replay.hits.oracles import num_distinct_blocks
 from ..replay.trace import Trace, read_trace
 from .options.common import check_tiers, host_tier
-from .output import check_destination, emit
+from .shared.output import check_destination, emit
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = build_parser().parse_args(argv)
         if hasattr(arguments, "no_compilation_cache"):
-            from .startup import set_compilation_cache  # here, because --help needs none of it
+            from .shared.startup import (
+                set_compilation_cache,  # here, because --help needs none of it
+            )
 
             set_compilation_cache(os.environ, enabled=not arguments.no_compilation_cache)
         with hold_interrupts():  # the module of a command may load JAX

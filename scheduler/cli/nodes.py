@@ -32,12 +32,12 @@ from ..nodes.transport import Transport
 from ..nodes.transport.registry import open_transport
 from ..terminal.interrupts import exit_on_interrupt
 from .errors import BadInputError
-from .kv_events import publishing
-from .model_loading import load_model_of_options
 from .options.common import check_memory, check_tiers, host_tier, reserve_tokens
-from .output import describe_node
-from .startup import report_on_stderr
-from .tiers import storage_of_options
+from .shared.kv_events import publishing
+from .shared.model_loading import load_model_of_options
+from .shared.output import describe_node
+from .shared.startup import report_on_stderr
+from .shared.tiers import storage_of_options
 
 _RETRIES_PER_SILENCE: Final = 5
 _SILENCES_PER_TRANSFER: Final = 6

@@ -12,7 +12,7 @@ from ..replay.simulation.cluster import ClusterConfig
 from ..replay.simulation.single_node import SimulationConfig
 from .errors import BadInputError
 from .options.common import NO_EVICT, check_memory, check_needs, check_tiers, host_tier
-from .output import ProgressBar, check_destination, emit
+from .shared.output import ProgressBar, check_destination, emit
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Final
 from ..engine.calls import Group
 from ..serving import LLM, AsyncEngine
 from ..terminal.interrupts import exit_on_interrupt
-from .backend import Backend
 from .errors import BadInputError
 from .fleet.library import check_ray
-from .kv_events import publishing
-from .model_loading import mesh_of_options
 from .options.common import check_memory, host_tier, reserve_tokens
 from .options.serve import check
-from .processes import group_of_options, leave_to_process_0
-from .startup import report_on_stderr
-from .tiers import check_server
+from .shared.backend import Backend
+from .shared.kv_events import publishing
+from .shared.model_loading import mesh_of_options
+from .shared.processes import group_of_options, leave_to_process_0
+from .shared.startup import report_on_stderr
+from .shared.tiers import check_server
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

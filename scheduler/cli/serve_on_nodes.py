@@ -16,9 +16,9 @@ from ..nodes.remote_nodes import RemoteNodes
 from ..nodes.supervisor import NodeSupervisor
 from ..serving.nodes_front import serve_nodes
 from ..text import TextTokenizer, locate_model
-from .backend import Backend
 from .generate_on_nodes import SILENCE_S, TIMEOUT_S, open_gateway, start_nodes, wait_for
-from .prompts import Sizes
+from .shared.backend import Backend
+from .shared.prompts import Sizes
 
 _MAX_RUNNING = 64
 _TOKEN_BUDGET = 512

@@ -14,7 +14,7 @@ from ...kvcache.storage.interface import SharedBackend
 from ...kvcache.storage.urls import is_server_url
 from ..terminal.console import table
 from .errors import BadInputError
-from .output import check_destination, emit
+from .shared.output import check_destination, emit
 
 
 def run(arguments: argparse.Namespace) -> int:

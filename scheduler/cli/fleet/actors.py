@@ -63,7 +63,7 @@ class NodeActor:
         from ...nodes.channel.secret import Secret
         from ...text import locate_model
         from ..main import build_parser
-        from ..startup import set_compilation_cache
+        from ..shared.startup import set_compilation_cache
 
         deployment: Deployment = ray.get(ray.get_actor(REGISTRY).join.remote())
         directory = locate_model(self._model, self._revision)
@@ -74,7 +74,7 @@ class NodeActor:
         if not ray.get_gpu_ids():
             _use_cpus(arguments.tp or 1)
         from ..nodes import check, serve_node  # here, because they load JAX
-        from ..tiers import storage_of_node
+        from ..shared.tiers import storage_of_node
 
         arguments.storage = deployment.storage
         arguments.storage = storage_of_node(arguments, self._name)

@@ -31,7 +31,7 @@ from ...nodes.remote_nodes import RemoteNodes
 from ..errors import BadInputError
 from ..generate_on_nodes import node_options
 from ..options.fleet import NAMESPACE
-from ..prompts import Sizes
+from ..shared.prompts import Sizes
 from .actors import NodeActor, absolute, listen_address
 from .registry import REGISTRY, Deployment, FleetRegistry
 from .roster import Roster

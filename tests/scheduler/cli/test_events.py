@@ -203,7 +203,8 @@ def test_nobody_answers(radixkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("library", ["msgspec", "zmq"])
 def test_without_its_libraries(radixkv: Any, monkeypatch: Any, library: str) -> None:
     monkeypatch.setattr(
-        "radixkv.scheduler.cli.kv_events.find_spec", lambda name: None if name == library else name
+        "radixkv.scheduler.cli.shared.kv_events.find_spec",
+        lambda name: None if name == library else name,
     )
     outcome = radixkv("events", "check", ANY)
     assert (outcome.status, outcome.stderr) == (

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from radixkv.scheduler.cli import startup
 from radixkv.scheduler.cli.errors import BadInputError
 from radixkv.scheduler.cli.fleet.registry import REGISTRY, Deployment
 from radixkv.scheduler.cli.main import build_parser
 from radixkv.scheduler.cli.options.fleet import FleetSize, expand_ray
-from radixkv.scheduler.cli.prompts import Sizes
+from radixkv.scheduler.cli.shared import startup
+from radixkv.scheduler.cli.shared.prompts import Sizes
 from radixkv.scheduler.errors import NodeProcessError
 
 from .fake_ray import HERE, Actor, Cluster, RayActorError

@@ -14,8 +14,8 @@ import tokenizers
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler import MixedScheduler, Request, request
 from radixkv.scheduler.cli import generate
-from radixkv.scheduler.cli.completions import Completions
 from radixkv.scheduler.cli.options import generate as generate_options
+from radixkv.scheduler.cli.shared.completions import Completions
 from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.models import load_config, make_tiny_checkpoint
 from radixkv.scheduler.text import TextTokenizer

@@ -16,11 +16,11 @@ import pytest
 
 from radixkv.kvcache.tiers import state
 from radixkv.scheduler.cli import generate, generate_on_nodes, nodes, serve_on_nodes
-from radixkv.scheduler.cli.completions import Completions
 from radixkv.scheduler.cli.errors import BadInputError
 from radixkv.scheduler.cli.main import build_parser
 from radixkv.scheduler.cli.nodes import make_timing
-from radixkv.scheduler.cli.prompts import prompts_failed
+from radixkv.scheduler.cli.shared.completions import Completions
+from radixkv.scheduler.cli.shared.prompts import prompts_failed
 from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.gateway.node_reporter import NodeReporter
 from radixkv.scheduler.handoff.gateway_messages import GATEWAY, NodeStatus

@@ -13,7 +13,7 @@ import pytest
 
 from radixkv.kvcache.storage import BackendOptions, open_backend
 from radixkv.scheduler.cli import generate
-from radixkv.scheduler.cli.model_loading import load_model_of_options
+from radixkv.scheduler.cli.shared.model_loading import load_model_of_options
 from radixkv.scheduler.models import Model
 from radixkv.scheduler.models.weights_digest import weights_digest
 from radixkv.scheduler.nodes.transport.storage_engine import NAMESPACE

@@ -14,7 +14,7 @@ import pytest
 from radixkv.scheduler.cli.generate_on_nodes import node_options
 from radixkv.scheduler.cli.main import build_parser
 from radixkv.scheduler.cli.options.generate import GUIDED
-from radixkv.scheduler.cli.prompts import Sizes
+from radixkv.scheduler.cli.shared.prompts import Sizes
 from radixkv.scheduler.request import SamplingParams
 
 CLI = Path(__file__).parents[3] / "scheduler" / "cli"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from radixkv.kvcache.storage import Status, StorageStats
-from radixkv.scheduler.cli.output import ProgressBar, describe_storage, emit
+from radixkv.scheduler.cli.shared.output import ProgressBar, describe_storage, emit
 from radixkv.scheduler.terminal.console import table
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import pytest
 
-from radixkv.scheduler.cli import processes, serve
-from radixkv.scheduler.cli.model_loading import mesh_of_options
-from radixkv.scheduler.cli.processes import group_of_options, leave_to_process_0
+from radixkv.scheduler.cli import serve
+from radixkv.scheduler.cli.shared import processes
+from radixkv.scheduler.cli.shared.model_loading import mesh_of_options
+from radixkv.scheduler.cli.shared.processes import group_of_options, leave_to_process_0
 from radixkv.scheduler.errors import GroupError
 from radixkv.scheduler.nodes import process_group
 from radixkv.scheduler.nodes.channel.secret import ENVIRONMENT

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from radixkv.scheduler.cli.errors import BadInputError
-from radixkv.scheduler.cli.prompts import Sizes, choose_sizes, read_prompts
+from radixkv.scheduler.cli.shared.prompts import Sizes, choose_sizes, read_prompts
 
 
 def _encode(text: str) -> list[int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.scheduler.cli.startup import report_on_stderr, set_compilation_cache
+from radixkv.scheduler.cli.shared.startup import report_on_stderr, set_compilation_cache
 
 DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
 LOGGER = logging.getLogger("radixkv.scheduler.engine.programs")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..serving import AsyncEngine
+from ...serving import AsyncEngine
 
 if TYPE_CHECKING:
-    from ..nodes.remote_nodes import RemoteNodes
+    from ...nodes.remote_nodes import RemoteNodes
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
-from ...kvcache.storage import (
+from ....kvcache.storage import (
     BackendError,
     BackendOptions,
     StorageNamespace,
@@ -16,9 +16,9 @@ from ...kvcache.storage import (
     open_backend,
     open_storage,
 )
-from ...kvcache.storage.keys import KEY_BYTES
-from ...kvcache.storage.urls import directory_of, is_server_url
-from .errors import BadInputError
+from ....kvcache.storage.keys import KEY_BYTES
+from ....kvcache.storage.urls import directory_of, is_server_url
+from ..errors import BadInputError
 
 _ANSWER_S: Final = 10.0
 """Timeout of the check at the start, longer than later ones: a slow server is not a wrong one."""

@@ -10,13 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .errors import BadInputError
+from ..errors import BadInputError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ...kvcache.storage import Storage, StorageStats
-    from ..nodes import NodeStats
+    from ....kvcache.storage import Storage, StorageStats
+    from ...nodes import NodeStats
 
 
 def check_destination(file: str | None, option: str = "--json") -> None:
@@ -56,7 +56,7 @@ def emit(json_path: str | None, results: Mapping[str, Any] | str, *parts: Render
             if isinstance(part, str):
                 print(part)
             else:
-                from ..terminal.console import make_console  # `radixkv fuzz` works without Rich
+                from ...terminal.console import make_console  # `radixkv fuzz` works without Rich
 
                 make_console().print(part)
     if json_path is not None:
@@ -87,7 +87,7 @@ class ProgressBar:
             TimeRemainingColumn,
         )
 
-        from ..terminal.console import make_console
+        from ...terminal.console import make_console
 
         console = make_console(stderr=True)
         self._progress = Progress(

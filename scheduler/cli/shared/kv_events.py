@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from importlib.util import find_spec
 
-from ...kvcache import EventBatch
-from .errors import BadInputError
-from .options.common import check_needs
+from ....kvcache import EventBatch
+from ..errors import BadInputError
+from ..options.common import check_needs
 
 
 def check_libraries(command: str) -> None:
@@ -34,7 +34,7 @@ def publishing(arguments: argparse.Namespace) -> Iterator[Callable[[EventBatch],
         yield None
         return
     check_libraries("--kv-events")
-    from ..events import EventPublisher  # here, because it needs the extra
+    from ...events import EventPublisher  # here, because it needs the extra
 
     replay = arguments.kv_events_replay
     with closing(EventPublisher(arguments.kv_events, replay_endpoint=replay)) as publisher:

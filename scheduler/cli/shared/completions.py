@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from ..request import Request, RequestStatus
-from ..serving import GenerationOutput
-from ..serving.outputs import Completion
-from ..text import TextTokenizer
+from ...request import Request, RequestStatus
+from ...serving import GenerationOutput
+from ...serving.outputs import Completion
+from ...text import TextTokenizer
 
 
 class Steps(Protocol):

@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from ..engine.calls import Group
-from ..models import Model, load_model, tensor_parallel_mesh
+from ...engine.calls import Group
+from ...models import Model, load_model, tensor_parallel_mesh
 
 
 def mesh_of_options(arguments: argparse.Namespace, group: Group | None = None) -> Mesh | None:

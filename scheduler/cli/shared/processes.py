@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
-from .errors import BadInputError
-from .exit_status import EXIT_FAILED, report
+from ..errors import BadInputError
+from ..exit_status import EXIT_FAILED, report
 
 if TYPE_CHECKING:
-    from ..nodes.process_group import ProcessGroup
+    from ...nodes.process_group import ProcessGroup
 
 _TIMEOUT_S: Final = 600.0
 """Time in which machines of unequal speed must load the model and compile its programs."""
@@ -47,10 +47,10 @@ def group_of_options(arguments: argparse.Namespace) -> Iterator[ProcessGroup | N
         raise BadInputError("--coordinator needs the library 'zmq': pip install 'radixkv[nodes]'")
     import jax
 
-    from ..nodes.channel import ChannelAddressError, load_secret  # here, because they need it
-    from ..nodes.channel.address import check_target, host_of
-    from ..nodes.channel.secret import ENVIRONMENT
-    from ..nodes.process_group import ProcessGroup, init_processes
+    from ...nodes.channel import ChannelAddressError, load_secret  # here, because they need it
+    from ...nodes.channel.address import check_target, host_of
+    from ...nodes.channel.secret import ENVIRONMENT
+    from ...nodes.process_group import ProcessGroup, init_processes
 
     coordinator, secret = arguments.coordinator, load_secret()
     try:

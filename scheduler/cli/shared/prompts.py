@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..errors import HandoffFailedError
-from .errors import BadInputError
+from ...errors import HandoffFailedError
+from ..errors import BadInputError
 
 if TYPE_CHECKING:
-    from ..models import ModelConfig
+    from ...models import ModelConfig
 
 _MAX_RUNNING: Final = 256
 _DEFAULT_TOKEN_BUDGET: Final = 512

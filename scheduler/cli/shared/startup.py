@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from ..terminal.log_lines import listen
+from ...terminal.log_lines import listen
 
 _DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
 _ENABLED = "JAX_ENABLE_COMPILATION_CACHE"

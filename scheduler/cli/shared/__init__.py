@@ -1,0 +1,1 @@
+"""What several commands share: prompts, output, tiers, and the start of models and processes."""
