@@ -36,6 +36,7 @@ _ENGINE, _EVENTS = "tests/scheduler/engine/", "tests/scheduler/events/"
 _METRICS, _MODELS = "tests/scheduler/metrics/", "tests/scheduler/models/"
 _REPLAY, _TEXT = "tests/scheduler/replay/", "tests/scheduler/text/"
 _NODES, _TRANSPORT = "tests/scheduler/nodes/", "tests/scheduler/nodes/transport/"
+_SPEC = "tests/spec/"
 
 
 def _tests(folder: str, *names: str) -> tuple[str, ...]:
@@ -48,6 +49,12 @@ _MIXED: Final = _tests(
 )  # fmt: skip
 _SIDES: Final = _tests(_HANDOFF, "sides", "decode_side", "deferred_asks", "prefill_ends",
                        "decode_admission", "scenarios")  # fmt: skip
+_SPEC_CACHE: Final = _tests(_SPEC, "cache_model", "events", "traffic", "misuse", "cache_spec",
+                            "designs")  # fmt: skip
+_SPEC_TIERS: Final = _tests(_SPEC, "residency", "traffic", "tier_spec", "tier_planted")
+_SPEC_SCHEDULER: Final = _tests(_SPEC, "traffic", "scheduler_designs", "tiered_scheduler_spec",
+                                "scheduler_spec")  # fmt: skip
+_SPEC_HANDOFF: Final = _tests(_SPEC, "handoff_model", "traffic", "handoff_spec", "handoff_planted")
 
 HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "kvcache/copies/background_writer.py": _tests(_COPIES, "background_writer", "tier_driver"),
@@ -147,6 +154,58 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "kernels/paged_decode/xla.py": _tests(_KERNELS, "paged_decode"),
     "kernels/paged_extend/work_list.py": _tests(_KERNELS, "work_list"),
     "kernels/paged_extend/xla.py": _tests(_KERNELS, "paged_extend"),
+    "spec/harness/cache/admit.py": _SPEC_CACHE,
+    "spec/harness/cache/checks.py": _SPEC_CACHE,
+    "spec/harness/cache/compute.py": _SPEC_CACHE,
+    "spec/harness/cache/end.py": _SPEC_CACHE,
+    "spec/harness/cache/operations.py": _SPEC_CACHE,
+    "spec/harness/cache/picture.py": _SPEC_CACHE,
+    "spec/harness/cache/requests.py": _SPEC_CACHE,
+    "spec/harness/cache/serve.py": _SPEC_CACHE,
+    "spec/harness/cache/state.py": _SPEC_CACHE,
+    "spec/harness/cache/stream.py": _SPEC_CACHE,
+    "spec/harness/cache/world.py": _SPEC_CACHE,
+    "spec/harness/cost_world.py": _tests(_SPEC, "traffic", "costs"),
+    "spec/harness/events.py": _SPEC_CACHE,
+    "spec/harness/handoff/configuration.py": _SPEC_HANDOFF,
+    "spec/harness/handoff/drain.py": _SPEC_HANDOFF,
+    "spec/harness/handoff/events.py": _SPEC_HANDOFF,
+    "spec/harness/handoff/operations.py": _SPEC_HANDOFF,
+    "spec/harness/handoff/state.py": _SPEC_HANDOFF,
+    "spec/harness/handoff/steps.py": _SPEC_HANDOFF,
+    "spec/harness/handoff/world.py": _SPEC_HANDOFF,
+    "spec/harness/pool_world.py": _tests(_SPEC, "traffic", "cache_spec", "planted"),
+    "spec/harness/scheduler/configuration.py": _SPEC_SCHEDULER,
+    "spec/harness/scheduler/copies.py": _SPEC_SCHEDULER,
+    "spec/harness/scheduler/counts.py": _SPEC_SCHEDULER,
+    "spec/harness/scheduler/differential.py": _SPEC_SCHEDULER,
+    "spec/harness/scheduler/operations.py": _SPEC_SCHEDULER,
+    "spec/harness/scheduler/state.py": _SPEC_SCHEDULER,
+    "spec/harness/scheduler/step.py": _SPEC_SCHEDULER,
+    "spec/harness/scheduler/world.py": _SPEC_SCHEDULER,
+    "spec/harness/subjects.py": _SPEC_CACHE,
+    "spec/harness/tiers/checks.py": _SPEC_TIERS,
+    "spec/harness/tiers/configuration.py": _SPEC_TIERS,
+    "spec/harness/tiers/copies.py": _SPEC_TIERS,
+    "spec/harness/tiers/executor.py": _SPEC_TIERS,
+    "spec/harness/tiers/operations.py": _SPEC_TIERS,
+    "spec/harness/tiers/picture.py": _SPEC_TIERS,
+    "spec/harness/tiers/requests.py": _SPEC_TIERS,
+    "spec/harness/tiers/state.py": _SPEC_TIERS,
+    "spec/harness/tiers/storage.py": _SPEC_TIERS,
+    "spec/harness/tiers/take.py": _SPEC_TIERS,
+    "spec/harness/tiers/world.py": _SPEC_TIERS,
+    "spec/model/cache.py": _SPEC_CACHE,
+    "spec/model/events.py": _SPEC_CACHE,
+    "spec/model/ghost.py": _SPEC_CACHE,
+    "spec/model/handoff.py": _SPEC_HANDOFF,
+    "spec/model/promises.py": _SPEC_CACHE,
+    "spec/model/scheduler.py": _SPEC_SCHEDULER,
+    "spec/model/scheduler_policies.py": _SPEC_SCHEDULER,
+    "spec/model/tiers/operations.py": _SPEC_TIERS,
+    "spec/model/tiers/residency.py": _SPEC_TIERS,
+    "spec/model/tiers/uses.py": _SPEC_TIERS,
+    "spec/rules/rule.py": _tests(_SPEC, "rules", "cache_model"),
 }
 """The tests that hunt the mutants of each file, the nearest first."""
 

@@ -1,0 +1,148 @@
+"""Print what random steps on our systems consist of, as JSON.
+
+A world that never draws some operation, number or configuration finds no bug there, and reports
+success. The committed table counts all that each world draws, and what comes of it. A change that
+makes a world draw something else has to write it anew, and so shows what is drawn more rarely::
+
+    python -m tests.spec.traffic > tests/spec/traffic.json
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from radixkv.scheduler.fuzz import (
+    cache_adapter,
+    handoff_adapter,
+    pool_adapter,
+    scheduler_adapter,
+    tier_adapter,
+    tiered_scheduler_adapter,
+)
+from radixkv.spec.harness.engine import Config, Operation, Subject
+from radixkv.spec.harness.random_engine import case_lengths_of
+from radixkv.spec.harness.subjects import WHATS, What, make_subject
+
+COMMITTED: Final = Path(__file__).with_name("traffic.json")
+
+MAKERS: Final[dict[What, Any]] = {
+    "cache": cache_adapter.make_factory,
+    "costs": tier_adapter.make_cost_factory,
+    "handoff": handoff_adapter.make_factory,
+    "pool": pool_adapter.make_factory,
+    "scheduler": scheduler_adapter.make_factory,
+    "tiered_scheduler": tiered_scheduler_adapter.make_factory,
+    "tiers": tier_adapter.make_factory,
+}
+
+NUM_CASES: Final[dict[What, tuple[int, int]]] = {
+    "cache": (60, 0), "costs": (3, 0), "handoff": (5, 300), "pool": (4, 0), "scheduler": (40, 0),
+    "tiered_scheduler": (16, 0), "tiers": (24, 0),
+}  # fmt: skip
+"""Arguments of `traffic_of`, so many cases that every operation is drawn, or almost."""
+
+NUM_CONFIGS: Final = 200
+"""Configurations of each kind that are drawn, most of them for no world."""
+
+Traffic: TypeAlias = dict[str, dict[str, Any]]
+
+
+def subject_of(what: What) -> Subject:
+    """Return ours of a kind."""
+    return make_subject(what, MAKERS[what](), "full")
+
+
+def traffic_of(subject: Subject, num_cases: int, num_steps: int = 0) -> Traffic:
+    """Run some worlds and count.
+
+    Args:
+        subject: makes the worlds.
+        num_cases: number of worlds.
+        num_steps: operations in each; 0 for one of the subject's ``case_lengths``.
+
+    Returns:
+        How often each value of each part of a configuration was drawn, each operation was drawn and
+        applied, each argument of it had each value, and each situation occurred.
+    """
+    generator = random.Random(0)
+    configs: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    operations: Counter[str] = Counter()
+    arguments: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    situations: Counter[str] = Counter()
+
+    def below(bound: int) -> int:
+        return int(generator.random() * bound)
+
+    def configure() -> Config:
+        config = subject.configure(below)
+        for name, value in config.items():
+            configs[name][_shown(value)] += 1
+        return config
+
+    for _ in range(NUM_CONFIGS):
+        configure()
+    lengths = case_lengths_of(subject)
+    for _ in range(num_cases):
+        world = subject.world(configure())
+        length = num_steps or lengths[below(len(lengths))]
+        for operation in _operations(world.draw, below, length):
+            word, *values = operation
+            operations[word] += 1
+            operations[f"{word}, applied"] += world.apply(operation)
+            for place, value in enumerate(values):
+                arguments[f"{word} {place}"][_shown(value)] += 1
+        situations.update(world.situations)
+    return {
+        "configurations": {name: _sorted(counts) for name, counts in sorted(configs.items())},
+        "operations": _sorted(operations),
+        "arguments": {name: _sorted(counts) for name, counts in sorted(arguments.items())},
+        "situations": _sorted(situations),
+    }
+
+
+def _operations(draw: Any, below: Any, number: int) -> Iterator[Operation]:
+    """Yield operations that are drawn, and at last the one that ends every case."""
+    for _ in range(number):
+        yield draw(below)
+    yield ["drain"]
+
+
+def _shown(value: object) -> str:
+    """Return a small value as it is, and of another one how large it is."""
+    match value:
+        case bool() | None:
+            return str(value)
+        case int():
+            return str(value) if 0 <= value < 16 else f"{value.bit_length()} bits"
+        case list() | tuple():
+            return f"{len(value)} items"
+        case str() if any(each.isdigit() for each in value):
+            return "a name"
+    return str(value)
+
+
+def _sorted(counts: Counter[str]) -> dict[str, int]:
+    return dict(sorted(counts.items()))
+
+
+def text_of(traffic: dict[str, Traffic]) -> str:
+    """Return the table as JSON with one line per part, so that a diff shows what a change does."""
+    worlds = []
+    for what, parts in traffic.items():
+        lines = [f"    {json.dumps(name)}: {_lines(each)}" for name, each in parts.items()]
+        worlds.append(f"  {json.dumps(what)}: {{\n" + ",\n".join(lines) + "\n  }")
+    return "{\n" + ",\n".join(worlds) + "\n}"
+
+
+def _lines(part: dict[str, Any]) -> str:
+    rows = [f"      {json.dumps(name)}: {json.dumps(each)}" for name, each in part.items()]
+    return "{\n" + ",\n".join(rows) + "\n    }"
+
+
+if __name__ == "__main__":
+    print(text_of({what: traffic_of(subject_of(what), *NUM_CASES[what]) for what in WHATS}))
