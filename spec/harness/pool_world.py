@@ -87,8 +87,9 @@ class PoolWorld:
         )
         self.free -= given
         # The second pool may choose other ids; it frees the ids that the first did not take.
-        everything = self.twin.allocate(len(self.free) + num_blocks) or []
-        for block in everything:
+        everything = self.twin.allocate(len(self.free) + num_blocks)
+        require(everything is not None, F5, "all {} refused", len(self.free) + num_blocks)
+        for block in everything or ():
             if block not in given:
                 self.twin.recycle([block])
         return True

@@ -9,7 +9,7 @@ event, and asserts the rules about it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Final, NamedTuple, TypeAlias
@@ -39,7 +39,7 @@ def tagged(namespace: int, tokens: Tokens) -> Tokens:
 
 def untagged(tokens: Tokens) -> tuple[int, Tokens]:
     """Return the namespace and the tokens that were `tagged`."""
-    namespace = tokens[0] // VOCABULARY if tokens else 0
+    namespace = max(tokens, default=0) // VOCABULARY
     return namespace, tuple([token % VOCABULARY for token in tokens])
 
 
@@ -250,13 +250,15 @@ def cut_and_join(
     """
     if sent_size == block_size and not num_skipped:
         return list(sent)
-    start = (len(sent[0]) - 1) // sent_size * sent_size
+    num_tokens = (len(sent) - 1) * sent_size + (len(sent[-1]) - 1) % sent_size + 1
     content = []
-    for first in range(num_skipped, len(sent[-1]) - start, block_size):
-        stop = first + block_size
-        parts = sent[first // sent_size : -(-stop // sent_size)]
-        is_one = all(each and parts[-1][: len(each)] == each for each in parts)
-        content.append(parts[-1][: start + stop] if is_one else ())
+    for first in range(num_skipped, num_tokens, block_size):
+        stop = min(first + block_size, num_tokens)
+        end = -(-stop // sent_size)
+        *before, last = sent[first // sent_size : end]
+        is_one = all(each and last[: len(each)] == each for each in before)
+        num_behind = min(end * sent_size, num_tokens) - stop
+        content.append(last[: len(last) - num_behind] if is_one else ())
     return content
 
 
@@ -272,12 +274,20 @@ class Torn(tuple[int, ...]):
 
 def join_shards(shards: Sequence[Tokens]) -> Tokens:
     """Return the content of a block from that of each of its shards."""
-    if len(set(shards)) == 1:
-        return shards[0]
+    first, *others = set(shards)
+    if not others:
+        return first
     columns = zip(*shards, strict=False)
     torn = Torn(each[0] for each in takewhile(lambda each: len(set(each)) == 1, columns))
     torn.shards = tuple(shards)
     return torn
+
+
+def _pairs(blocks: Sequence[int], content: Sequence[Tokens]) -> Iterator[tuple[int, Tokens]]:
+    """Yield the blocks that are written, each with its new content."""
+    is_equal = len(blocks) == len(content)
+    require(is_equal, rules.X8, "{} blocks are sent into {}", len(content), len(blocks))
+    yield from zip(blocks, content, strict=True)
 
 
 class Memory:
@@ -293,9 +303,7 @@ class Memory:
 
     def put(self, blocks: Sequence[int], group: int, content: Sequence[Tokens]) -> None:
         """Overwrite some blocks."""
-        is_equal = len(blocks) == len(content)
-        require(is_equal, rules.X8, "{} blocks are sent into {}", len(content), len(blocks))
-        for block, each in zip(blocks, content, strict=True):
+        for block, each in _pairs(blocks, content):
             self.content[block, group] = each
 
     def put_piece(
@@ -307,7 +315,8 @@ class Memory:
         num_shards: int,
     ) -> None:
         """Overwrite one of the shards of some blocks."""
-        for block, before, each in zip(blocks, self.at(blocks, group), content, strict=True):
+        for block, each in _pairs(blocks, content):
+            before = self.content.get((block, group), ())
             shards = [*before.shards] if isinstance(before, Torn) else [before] * num_shards
             shards[shard] = each
             self.content[block, group] = join_shards(shards)

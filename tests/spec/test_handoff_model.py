@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 
@@ -15,6 +16,8 @@ from radixkv.spec.model.handoff import (
     Request,
     Requests,
     Torn,
+    cut_and_join,
+    prefixes,
     tagged,
     untagged,
 )
@@ -200,6 +203,7 @@ def test_a_block_is_read_when_all_of_its_shards_are_written() -> None:
     assert isinstance(torn, Torn) and torn.shards == (PROMPT[:2], (1, 9), PROMPT[:2])
     memory.put_piece([7, 8], 0, content, 1, num_shards=3)
     memory.read([7, 8], PROMPT[:4], 0, "r1")
+    assert not [each for each in memory.content.values() if isinstance(each, Torn)]
     memory.put_piece([8], 0, [(4, 4)], 1, num_shards=2)
     memory.write([7, 8], 1, PROMPT[:4], 0, group=0)  # a step writes all shards
     memory.read([7, 8], PROMPT[:4], 0, "r1")
@@ -455,3 +459,89 @@ def test_requests_are_overtaken_by_those_refused_later() -> None:
     model.admitted("new", room=0, now=1)
     with breaks(X19):
         model.admitted("newer", room=0, now=1)
+
+
+def test_a_new_gateway_knows_nothing_of_a_request() -> None:
+    model = requests()
+    model.runs("r1", "r1.1.1", PROMPT)
+    model.preempted("r1", "r1.1.1", model.requests["r1"].output())
+    model.requests["r1"].failed.add("r1.1.1")
+    model.submitted("r1", deadline=20, is_hopeless=True)
+    kept = {"r1.1.1": PROMPT}
+    fresh = Request(PROMPT, 2, seed=1, deadline=20, is_hopeless=True, prompts=kept)
+    assert model.requests["r1"] == fresh
+
+
+def test_a_client_with_an_answer_waits_for_no_tokens() -> None:
+    model = requests()
+    model.told("r1", model.requests["r1"].output())
+    answered(model, None, now=10)
+    assert model.num_told("r1") == 0
+
+
+@pytest.mark.parametrize("namespace", [0, 1])
+def test_the_kv_of_a_request_is_that_of_its_prompt(namespace: int) -> None:
+    request = Request(PROMPT, 2, seed=1, namespace=namespace, prompts={"r1.1.2": (*PROMPT, 6)})
+    assert untagged(request.kv) == untagged(request.kv_of("r1.1.1")) == (namespace, PROMPT)
+    assert untagged(request.kv_of("r1.1.2")) == (namespace, (*PROMPT, 6))
+
+
+def test_blocks_are_cut_and_joined_at_every_place() -> None:
+    """Each block that is written ends with the token that it would end with at home."""
+    tokens = tuple(range(1, 13))
+    for sent_size, size, first, num_sent in product((1, 2, 3, 4), (1, 2, 3, 4), (0, 1), (1, 2, 3)):
+        sent = prefixes(tokens, sent_size)[first : first + num_sent]
+        for end in {len(sent[-1]), len(sent[-1]) - sent_size + 1}:  # the last one may not be full
+            sent[-1] = tokens[:end]
+            for num_skipped in range(min(size, end - first * sent_size)):
+                start = first * sent_size + num_skipped
+                stops = range(start + size, end + size, size)
+                due = [tokens[: min(stop, end)] for stop in stops]
+                assert cut_and_join(sent, sent_size, num_skipped, size) == due
+
+
+@pytest.mark.parametrize("wrong", [(), (9,), (9,) * 9], ids=len)
+def test_a_block_of_two_prefixes_or_of_nothing_holds_nothing(wrong: tuple[int, ...]) -> None:
+    """Wherever it is, and however long: a part that was never computed may be sent, too."""
+    tokens = tuple(range(1, 9))
+    for place, num_skipped, size in product(range(4), (0, 1), (1, 2, 3, 4)):
+        sent = prefixes(tokens, 2)
+        due = cut_and_join(sent, 2, num_skipped, size)
+        sent[place] = wrong
+        found = cut_and_join(sent, 2, num_skipped, size)
+        assert place == 3 or len(found) == len(due)
+        for index, (right, each) in enumerate(zip(due, found, strict=False)):
+            first = num_skipped + index * size
+            stop = min(first + size, 8)
+            is_touched = first < 2 * place + 2 and stop > 2 * place
+            assert (each == right) is not is_touched
+            assert not is_touched or each == () or stop <= 2 * place + 2
+
+
+def test_one_node_alone_generates_tokens_that_depend_on_all() -> None:
+    """Another seed, another length or another token before gives another one."""
+    for seed, prompt in ((1, PROMPT), (0, ()), (3, (7, 7))):
+        [first] = Request(prompt, 1, seed).output()
+        assert 0 <= first < 50
+        others = [Request(prompt, 1, seed + 1), Request((*prompt, 0), 1, seed)]
+        others += [Request((*prompt[:-1], token), 1, seed) for token in range(8, 50) if prompt]
+        assert first not in [token for other in others for token in other.output()]
+
+
+def test_as_many_blocks_are_written_as_are_sent() -> None:
+    memory = Memory(block_size=2)
+    for blocks in ([7], [7, 8, 9]):
+        with breaks(X8):
+            memory.put(blocks, 0, [(1, 2), (1, 2, 3)])
+        with breaks(X8):
+            memory.put_piece(blocks, 0, [(1, 2), (1, 2, 3)], 0, num_shards=2)
+    assert not memory.content
+
+
+def test_a_step_writes_from_its_first_token_on() -> None:
+    """It writes the block that this token is in, unless others use it, too."""
+    for start, num_shared in product(range(7), range(5)):
+        memory = Memory(block_size=2)
+        memory.write([5, 6, 7], num_shared, (*PROMPT, 6), start, group=0)
+        written = [block for block, _ in memory.content]
+        assert written == [5, 6, 7][max(start // 2, num_shared) :]

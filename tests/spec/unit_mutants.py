@@ -174,7 +174,7 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "spec/harness/handoff/state.py": _SPEC_HANDOFF,
     "spec/harness/handoff/steps.py": _SPEC_HANDOFF,
     "spec/harness/handoff/world.py": _SPEC_HANDOFF,
-    "spec/harness/pool_world.py": _tests(_SPEC, "traffic", "cache_spec", "planted"),
+    "spec/harness/pool_world.py": _tests(_SPEC, "pool_spec", "traffic", "cache_spec"),
     "spec/harness/scheduler/configuration.py": _SPEC_SCHEDULER,
     "spec/harness/scheduler/copies.py": _SPEC_SCHEDULER,
     "spec/harness/scheduler/counts.py": _SPEC_SCHEDULER,
@@ -205,7 +205,7 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "spec/model/tiers/operations.py": _SPEC_TIERS,
     "spec/model/tiers/residency.py": _SPEC_TIERS,
     "spec/model/tiers/uses.py": _SPEC_TIERS,
-    "spec/rules/rule.py": _tests(_SPEC, "rules", "cache_model"),
+    "spec/rules/rule.py": _tests(_SPEC, "rules", "cache_model", "known"),
 }
 """The tests that hunt the mutants of each file, the nearest first."""
 
