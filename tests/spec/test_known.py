@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from radixkv.scheduler.cli.main import main
+from radixkv.scheduler.fuzz import targets
 from radixkv.spec.adapters.cache import AdapterError
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import replay
@@ -18,7 +20,7 @@ from radixkv.spec.harness.findings.known import MET, KnownSubject, rules_named
 from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.operations import Table
 from radixkv.spec.harness.random_engine import run
-from radixkv.spec.harness.subjects import SubjectOptions, make_subject
+from radixkv.spec.harness.subjects import WHATS, SubjectOptions, What, make_subject
 from radixkv.spec.rules.rule import RULES, Violation, not_judging, require
 
 from .designs.bugs import DESIGN_BUGS, planted
@@ -88,8 +90,12 @@ class Steps:
                 require(False, RULES["S2 available-is-free-plus-unused"], "")
             case "breaks A3":
                 require(False, RULES["A3 allocate-distinct"], "")
+            case "stops":
+                raise Violation(RULES["S4 no-unexpected-error"], "")
             case "raises":
                 raise LookupError("a manager")
+            case "errs":
+                raise AdapterError("an adapter")
         return True
 
 
@@ -100,6 +106,43 @@ def test_only_after_a_known_finding_may_the_manager_raise() -> None:
     assert world.apply(["breaks S2"]) and world.apply(["raises"]) and world.apply(["does"])
     with pytest.raises(Violation):
         world.apply(["breaks A3"])
+
+
+def test_an_adapter_that_errs_is_told_before_and_after_a_known_finding() -> None:
+    world = KnownSubject(Steps(), ["S2"]).world({})
+    for _ in range(2):
+        with pytest.raises(AdapterError, match="an adapter"):
+            world.apply(["errs"])
+        assert world.apply(["breaks S2"])
+
+
+def test_each_known_finding_is_counted_once_with_what_led_to_it() -> None:
+    world = KnownSubject(Steps(), ["S2", "S4"]).world({})
+    for word in ("does", "breaks S2", "stops", "does", "stops"):
+        assert world.apply([word])
+    assert world.situations == {
+        f"{MET}S2 available-is-free-plus-unused": 1, f"{MET}S4 no-unexpected-error": 2,
+        "does": 2, "breaks S2": 1, "stops": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_without_a_known_finding_a_known_subject_and_its_worlds_are_the_same(what: What) -> None:
+    subject = make_subject(what, getattr(targets, what), "full")
+    known = KnownSubject(subject, [])
+    public = {name for name in dir(subject) if not name.startswith("_")} - {"world"}
+    for each in (known, copy(known)):
+        assert all(getattr(each, name) == getattr(subject, name) for name in public)
+        assert hasattr(each, "simpler") == hasattr(subject, "simpler")
+    config = subject.configure(random.Random(1).randrange)
+    one, other = (each.world(config) for each in (subject, known))
+    first, second = random.Random(2).randrange, random.Random(2).randrange
+    for _ in range(20):
+        operation = one.draw(first)
+        assert operation == other.draw(second) and one.apply(operation) == other.apply(operation)
+        assert one.picture() == other.picture() and one.situations == other.situations
+    assert [each.word for each in one.table] == [each.word for each in other.table]
+    assert one.config == other.config == config
 
 
 def test_a_run_counts_the_situations_of_all_its_worlds() -> None:

@@ -174,7 +174,7 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "spec/adapters/scheduler_target.py": _tests(_SPEC, "target", "scheduler_designs"),
     "spec/adapters/tier_target.py": _tests(_SPEC, "target", "inputs", "tier_spec"),
     "spec/harness/engine.py": _tests(_SPEC, "draw", "shrink"),
-    "spec/harness/findings/known.py": _tests(_SPEC, "known"),
+    "spec/harness/findings/known.py": _tests(_SPEC, "known", "script"),
     "spec/harness/findings/program.py": _tests(_SPEC, "shrink", "draw"),
     "spec/harness/findings/script.py": _tests(_SPEC, "script"),
     "spec/harness/findings/shrink.py": _tests(_SPEC, "shrink"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import Any, Final
 
 from ...adapters.cache import AdapterError
 from ...rules.rule import RULES, Violation, not_judging
-from ..engine import Below, Config, Operation, Subject, Trace, World
+from ..engine import Config, Operation, Subject, World
 
 MET: Final = "known: "
 """Situations whose names begin so count the findings that were met."""
@@ -23,7 +23,7 @@ def rules_named(words: Sequence[str]) -> frozenset[str]:
     """
     found: set[str] = set()
     for word in words:
-        same = {name for name in RULES if word in (name, *name.split(maxsplit=1))}
+        same = {name for name in RULES if word in (name, *name.split())}
         if not same:
             raise AdapterError(f"known: there is no rule {word!r}")
         found |= same
@@ -57,15 +57,6 @@ class KnownSubject:
         subject.factory = factory
         return KnownSubject(subject, sorted(self.known))
 
-    def configure(self, below: Below) -> Config:
-        """Draw the sizes of a world."""
-        return self._subject.configure(below)
-
-    def simpler(self, trace: Trace) -> Iterator[Trace]:
-        """Yield simpler traces, if the subject knows some."""
-        simpler = getattr(self._subject, "simpler", None)
-        return iter(()) if simpler is None else simpler(trace)
-
     def world(self, config: Config) -> World:
         """Make an empty world."""
         return _KnownWorld(self._subject, config, self.known)
@@ -83,12 +74,6 @@ class _KnownWorld:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._world, name)
-
-    def draw(self, below: Below) -> Operation:
-        return self._world.draw(below)
-
-    def picture(self) -> str:
-        return self._world.picture()
 
     def apply(self, operation: Operation) -> bool:
         with not_judging(self._known) as met:
