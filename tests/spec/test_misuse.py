@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections import Counter
+from collections.abc import Callable, Collection
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from radixkv import kvcache
 from radixkv.kvcache import CountError
-from radixkv.scheduler.fuzz.misuse import make
+from radixkv.scheduler.fuzz import cache_adapter, tier_adapter
+from radixkv.scheduler.fuzz import misuse as misuse_module
+from radixkv.scheduler.fuzz.misuse import Call, make
 from radixkv.spec.rules import cache as rules
 from radixkv.spec.rules.rule import Violation
 
@@ -45,3 +52,162 @@ def test_a_wrong_call_has_the_wanted_end_and_no_other(
         make(ADAPTER, (rules.R3, wanted, call))
     assert caught.value.rule is rules.R3
     assert caught.value.why == f"refused with {found!r}, should be {wanted!r}"
+
+
+# Each wrong call of our adapters, on a manager that swallows it
+
+NUM_KINDS = 13
+"""As many as there are calls in the longest list of the fuzzer."""
+
+
+def new_cache(num_blocks: int) -> Any:
+    return cache_adapter.make_factory()(num_blocks, 2)
+
+
+def new_tiers(storage: int = 0) -> Any:
+    config = {"num_blocks": 8, "block_size": 2, "host_blocks": 4, "write": "back", "hits": 0,
+              "storage": storage, "law": 0, "at_once": 0}  # fmt: skip
+    return tier_adapter.make_factory()(config)
+
+
+def used(adapter: Any) -> Any:
+    """Let a request end by a reset, one by a release, and one live."""
+    adapter.admit("r1", [1, 2, 3], b"")
+    adapter.reset()
+    adapter.admit("r2", [1, 2, 3], b"")
+    adapter.release("r2")
+    adapter.admit("r3", [1, 2, 3, 4, 5], b"")
+    return adapter
+
+
+def in_flight(adapter: Any) -> Any:
+    adapter.begin_step()
+    return adapter
+
+
+def parked(*, saved: bool) -> Any:
+    adapter = new_tiers()
+    adapter.report_to(Mock())
+    adapter.admit("r1", [1, 2, 3, 4, 5], b"")
+    assert adapter.park("r1", [1, 2, 3, 4], "host")
+    if saved:
+        complete_all(adapter)
+    assert adapter.parked("r1")[1] == saved
+    return adapter
+
+
+def complete_all(adapter: Any) -> None:
+    for copy in adapter.take():
+        assert adapter.complete(copy.id, [True] * copy.num_blocks, True)
+
+
+def loading() -> Any:
+    adapter = new_tiers()
+    adapter.admit("r1", [1, 2, 3, 4], b"")
+    adapter.publish("r1", [1, 2, 3, 4])
+    adapter.release("r1")
+    adapter.evict(2)
+    complete_all(adapter)
+    adapter.evict(2)
+    adapter.admit("r2", [1, 2, 3, 4, 5], b"")
+    assert adapter.loading("r2") is not None
+    return adapter
+
+
+STATES: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
+    "new": (lambda: new_cache(8), {"R5": 32, "all": 102}),
+    "used": (lambda: used(new_cache(9)), {"R5": 36, "R3": 5, "R4": 5, "all": 297}),
+    "a step in flight": (
+        lambda: in_flight(used(new_cache(8))),
+        {"R5": 35, "R3": 5, "R4": 5, "all": 296},
+    ),
+    "tiers with storage": (lambda: used(new_tiers(1)), {"R5": 45, "R3": 5, "R4": 5, "all": 999}),
+    "tiers": (lambda: used(new_tiers()), {"R5": 46, "R3": 5, "R4": 5, "all": 1_077}),
+    "parking": (lambda: parked(saved=False), {"R5": 11, "all": 429}),
+    "parked": (lambda: parked(saved=True), {"R5": 41, "all": 453}),
+    "loading": (loading, {"R5": 50, "R3": 5, "all": 1_389}),
+}
+"""Adapters by state, and how many different wrong calls belong to each, by the rule that they
+break; with equal ones, and harmless ones, there are more in all."""
+
+
+def misuse_all(adapter: Any) -> None:
+    for kind in range(NUM_KINDS * 3):
+        for name in ["", *adapter.leases]:
+            adapter.misuse(kind, name)
+
+
+def methods_of(call: Any) -> tuple[str, ...]:
+    """Return the names of the methods that a wrong call calls."""
+    if isinstance(call, partial):
+        return (call.func.__name__,)
+    names: tuple[str, ...] = (call.__name__, *call.__code__.co_names)
+    return names
+
+
+def swallow(patch: pytest.MonkeyPatch, swallowed: str, methods: Collection[str]) -> None:
+    """Let some methods of the manager return None where they would refuse with a text."""
+
+    def wrapped(method: Any) -> Any:
+        @wraps(method)
+        def call(*given: Any, **named: Any) -> Any:
+            try:
+                return method(*given, **named)
+            except kvcache.RadixKVError as error:
+                if f"{type(error).__name__}: {error}" == swallowed:
+                    return None
+                raise
+
+        return call
+
+    for kind in (kvcache.CacheManager, kvcache.BlockPool, kvcache.Tiers, kvcache.HostConfig):
+        for name, method in vars(kind).items():
+            if inspect.isfunction(method) and (name in methods or name.startswith("__")):
+                patch.setattr(kind, name, wrapped(method))
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_each_wrong_call_is_made_and_found_if_it_is_not_refused(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_adapter, number = STATES[state]
+    made: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
+
+    def note(adapter: Any, wrong: Call) -> None:
+        rule, text, call = wrong
+        made[rule.code, text, methods_of(call)] += 1
+        make(adapter, wrong)
+
+    with monkeypatch.context() as patch:
+        for module in (misuse_module, tier_adapter):
+            patch.setattr(module, "make", note)
+        misuse_all(make_adapter())
+    different = Counter(code for code, _, _ in made)
+    assert {**different, "all": made.total()} == number
+    for code, text, methods in made:
+        if text:
+            adapter = make_adapter()
+            with monkeypatch.context() as patch:
+                swallow(patch, text, methods)
+                with pytest.raises(Violation) as caught:
+                    misuse_all(adapter)
+            why = f"refused with '', should be {text!r}"
+            assert (caught.value.rule.code, caught.value.why) == (code, why)
+
+
+@pytest.mark.parametrize("held", [{"num_blocks": 1}, {"num_tokens": 1}, {"loading": 4}])
+def test_an_ended_lease_that_holds_something_is_found(held: dict[str, int]) -> None:
+    adapter = new_cache(8)
+    nothing = {"num_blocks": 0, "num_tokens": 0, "loading": None}
+    adapter.ended = [SimpleNamespace(epoch=adapter.manager.epoch, **{**nothing, **held})]
+    with pytest.raises(Violation, match="a released lease has") as caught:
+        adapter.misuse(0, "")
+    assert caught.value.rule is rules.R3
+
+
+def test_a_block_table_that_can_be_written_is_found() -> None:
+    adapter = used(new_cache(8))
+    adapter.leases["r4"] = SimpleNamespace(block_table=np.zeros(1, np.int32))
+    with pytest.raises(Violation, match="a block table can be written") as caught:
+        adapter.misuse(0, "")
+    assert caught.value.rule is rules.R5
