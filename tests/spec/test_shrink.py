@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from radixkv.scheduler.fuzz.cache_adapter import make_factory
 from radixkv.spec.harness.cache.world import CacheSubject
-from radixkv.spec.harness.engine import Finding, Operation, replay
+from radixkv.spec.harness.engine import Finding, Operation, Trace, replay
 from radixkv.spec.harness.findings.program import to_program
 from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.findings.trace_file import (
@@ -239,3 +240,115 @@ def test_the_rule_stays_the_one_that_was_found() -> None:
     trace: list[list[Any]] = [["do"], ["mark"], ["do"], ["break"]]
     small = shrink(Marked(), Finding("A3 allocate-distinct", "", {}, trace))  # type: ignore[arg-type]
     assert (small.rule, small.trace) == ("A3 allocate-distinct", [["mark"], ["break"]])
+
+
+class Judged:
+    """A subject and its world, which breaks a rule as soon as a judge says so of what was done.
+
+    Each operation applies; those that are drawn are one of two.
+    """
+
+    case_lengths = (100,)
+
+    def __init__(self, breaks: Callable[[Trace], bool]) -> None:
+        self.breaks = breaks
+        self.situations: Counter[str] = Counter()
+        self.done: Trace = []
+
+    def world(self, config: Any) -> Any:
+        return Judged(self.breaks)
+
+    def draw(self, below: Any) -> Operation:
+        return ["ab"[below(2)]]
+
+    def apply(self, operation: Operation) -> bool:
+        self.done.append(operation)
+        require(not self.breaks(self.done), RULES["S1 no-leak"], "{} done", len(self.done))
+        return True
+
+
+def shrunk(breaks: Callable[[Trace], bool], trace: Trace) -> Finding:
+    subject: Any = Judged(breaks)
+    return shrink(subject, Finding("S1 no-leak", "", {}, trace))
+
+
+def test_a_request_is_left_out_with_all_that_names_it() -> None:
+    """No operation of it can be left out alone, and those of another request must stay."""
+    of_it: Trace = [["submit", "r1", []], ["launch", "r1", "r1.1"], ["batch", [["r2"], ["r1"]]],
+                    ["done", "r1.1"]]  # fmt: skip
+    stays: Trace = [["submit", "r10", []], ["say", "xr1"], ["done", "r10.1"], ["batch", [["r12"]]]]
+    trace = [each for pair in zip(of_it, stays, strict=True) for each in pair]
+
+    def breaks(done: Trace) -> bool:
+        num_stays, num_of_it = (sum(each in some for each in done) for some in (stays, of_it))
+        return done[-1] == ["break"] and num_stays == len(stays) and num_of_it in (0, len(of_it))
+
+    small = shrunk(breaks, [*trace, ["break"]])
+    assert [each[0] for each in small.trace] == ["submit", "say", "done", "batch", "break"]
+    assert small.why == "5 done"
+
+
+def test_another_way_is_searched_if_no_part_of_a_long_one_can_be_left_out() -> None:
+    def breaks(done: Trace) -> bool:
+        if done[-1] != ["drain"]:
+            return False
+        others = len(done) == 12 and done[:3] == [["b"]] * 3
+        return done[:-1] == [["a"]] * 12 or others
+
+    small = shrunk(breaks, [*[["a"]] * 12, ["drain"]])
+    assert small.trace[:3] == [["b"]] * 3 and len(small.trace) == 12
+
+
+def test_no_other_way_is_searched_for_a_short_one() -> None:
+    def breaks(done: Trace) -> bool:
+        return done == [["a"]] * 12 or done == [["b"]] * 3
+
+    assert len(shrunk(breaks, [["a"]] * 12).trace) == 12
+    assert len(shrunk(breaks, [["c"], *[["a"]] * 12]).trace) == 13
+
+
+@pytest.mark.parametrize(
+    ("argument", "is_needed", "small"),
+    [
+        (9, lambda value: value >= 4, 4),
+        (9, lambda value: value % 4 == 1, 1),
+        (True, lambda value: True, True),
+        ("word", lambda value: True, "word"),
+        ([7, 7, 7], lambda value: len(value) == 3 and value[1] == 7, [0, 7, 0]),
+        ([[7], 8, True], lambda value: len(value) == 3, [[7], 0, 0]),
+        ([8, 5, 9, 5], lambda value: 9 in value, [9]),
+        ([8, 9, 5], lambda value: value[:1] == [8] and value[-1:] == [5], [8, 5]),
+        ([8, 5, 9], lambda value: True, []),
+    ],
+)
+def test_an_argument_is_made_as_simple_as_it_can_be(
+    argument: Any, is_needed: Callable[[Any], bool], small: Any
+) -> None:
+    def breaks(done: Trace) -> bool:
+        [word, *arguments] = done[-1]
+        return word == "do" and arguments[0] == "x" and bool(is_needed(arguments[1]))
+
+    assert shrunk(breaks, [["do", "x", argument]]).trace == [["do", "x", small]]
+
+
+def test_tokens_become_small_and_stay_different() -> None:
+    def breaks(done: Trace) -> bool:
+        tokens = done[-1][1]
+        return len(tokens) == 4 and tokens[1] == tokens[3] and len(set(tokens)) == 3
+
+    assert shrunk(breaks, [["do", [900, 40, 2, 40]]]).trace == [["do", [0, 2, 1, 2]]]
+
+
+def test_requests_are_renumbered_in_their_order() -> None:
+    trace: Trace = [["submit", "r7"], ["submit", "r4"], ["batch", [["r4", 1]]], ["done", "r7.3"]]
+
+    def breaks(done: Trace) -> bool:
+        if [each[0] for each in done] != [each[0] for each in trace]:
+            return False
+        [_, first], [_, second], [_, batch], [_, job] = done
+        return batch == [[second, 1]] and job == f"{first}.3"
+
+    small = shrunk(breaks, trace)
+    assert small.trace == [
+        ["submit", "r1"], ["submit", "r2"], ["batch", [["r2", 1]]], ["done", "r1.3"]
+    ]  # fmt: skip

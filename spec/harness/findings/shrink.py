@@ -40,7 +40,7 @@ class _Shrinker:
         self.rule = finding.rule
         self.config: Config = dict(finding.config)
         self.trace: Trace = deepcopy(finding.trace)
-        self.why = finding.why
+        self.why: str
         self.num_replays = 0
         self._failed: set[str] = set()  # rounds repeat many candidates
         self._random = random.Random(0)
