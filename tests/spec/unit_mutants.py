@@ -158,7 +158,7 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "scheduler/fuzz/lent_tokens.py": _tests(_SPEC, "inputs"),
     "scheduler/fuzz/misuse.py": _tests(_SPEC, "misuse", "cache_spec"),
     "scheduler/fuzz/pool_adapter.py": _tests(_SPEC, "inputs", "draw", "cache_spec"),
-    "scheduler/fuzz/scheduler_adapter.py": _tests(_SPEC, "scheduler_spec"),
+    "scheduler/fuzz/scheduler_adapter.py": _tests(_SPEC, "our_adapters", "scheduler_spec"),
     "scheduler/fuzz/tier_adapter.py": _tests(_SPEC, "misuse", "inputs", "tier_spec", "costs"),
     "scheduler/fuzz/tier_events.py": _tests(_SPEC, "tier_spec"),
     "scheduler/fuzz/tier_misuse.py": _tests(_SPEC, "misuse", "tier_spec"),
