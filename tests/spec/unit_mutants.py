@@ -153,7 +153,7 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
         _SPEC, "misuse", "shrink", "draw", "cache_spec", "tier_spec"
     ),
     "scheduler/fuzz/campaign.py": _tests(_SPEC, "fuzz_command"),
-    "scheduler/fuzz/handoff_adapter.py": _tests(_SPEC, "handoff_spec"),
+    "scheduler/fuzz/handoff_adapter.py": _tests(_SPEC, "our_handoff_adapter", "handoff_spec"),
     "scheduler/fuzz/kv_events.py": _tests(_SPEC, "cache_spec"),
     "scheduler/fuzz/lent_tokens.py": _tests(_SPEC, "inputs"),
     "scheduler/fuzz/misuse.py": _tests(_SPEC, "misuse", "cache_spec"),

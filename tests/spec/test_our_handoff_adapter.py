@@ -1,0 +1,245 @@
+"""The adapter of our hand-off tells the rules what is in a message, and passes the rest on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv.kvcache.tiers.operations import OpKind
+from radixkv.scheduler.fuzz import handoff_adapter
+from radixkv.scheduler.fuzz.handoff_adapter import (
+    NAMESPACES,
+    GatewayAdapter,
+    HandoffAdapter,
+    _copy_of,
+    attempt_name,
+    message_of,
+    part_of,
+)
+from radixkv.scheduler.gateway.network_gateway import Connect, Disconnect, SendToNode
+from radixkv.scheduler.handoff import gateway_messages as gateway
+from radixkv.scheduler.handoff import messages
+from radixkv.scheduler.handoff.messages import AttemptKey, Header, Hits, PartId
+from radixkv.scheduler.request import GREEDY, RequestStatus
+from radixkv.spec.adapters import handoff as spec
+
+from .recording import Recorder
+
+KEY = AttemptKey("r1 #3.9", 2)
+HEADER = Header(KEY, 1, 4, grant=5)
+PROMPT = np.array([7, 8], "<i4").tobytes()
+HITS = Hits(10, 200, 3_000)
+STATUS = gateway.NodeStatus("decode", "", "simulated", 2, 9, "simulated")
+RUN = gateway.RunPrefill(KEY, 1, PROMPT, 3, 0, GREEDY, (), b"", "d1", "")
+
+SHOWN: list[tuple[Any, dict[str, Any]]] = [
+    (STATUS, {"attempt": ""}),
+    (gateway.CacheUpdate(1, True, b"", b"", b"", b""), {"attempt": ""}),
+    (gateway.CacheAsk(1), {"attempt": ""}),
+    (gateway.DeliveryAck(KEY, "Finished"), {"of": "Finished"}),
+    (gateway.CancelAttempt(KEY, "why"), {"cancels": True}),
+    (gateway.FollowAttempt(KEY, 0), {"follows": True}),
+    (gateway.Progress((gateway.NewTokens(KEY, 0, (1,)),
+                       gateway.NewTokens(AttemptKey("r2", 1), 0, ()))),
+     {"reports": ("r1.3.2", "r2.0.1")}),
+    (gateway.PrefillFailed(KEY, "why"), {"is_repeated": True, "is_failure": True}),
+    (gateway.PrefillFailed(KEY, "why", is_final=True),
+     {"is_repeated": True, "is_failure": True, "is_final": True}),
+    (gateway.PrefillFailed(KEY, "why", is_busy=True), {"is_repeated": True, "has_no_room": True}),
+    (gateway.PrefillFailed(KEY, "why", is_lost=True), {"is_repeated": True}),
+    (gateway.Preempted(KEY, (4, 5), HITS, 1), {"tokens": (4, 5)}),
+    (RUN, {"is_repeated": True, "tokens": (7, 8)}),
+    (gateway.Started(KEY), {"is_repeated": True}),
+    (gateway.Finished(KEY, (1,), HITS, 0), {"is_repeated": True}),
+    (gateway.DecodeFailed(KEY, "why"), {"is_repeated": True, "is_failure": True}),
+    (messages.Ask(HEADER, PROMPT, b"", 2, 1, 3), {}),
+    (messages.Grant(HEADER, 6, 2), {"grant": 5, "first_block": 6}),
+    *((messages.Refuse(HEADER, reason, 1, 0), {"has_no_room": True})
+      for reason in ("out of blocks", "out of slots", "others wait")),
+    *((messages.Refuse(HEADER, reason, 1, 0), {})
+      for reason in ("draining", "too large", "block size", "malformed", "version")),
+    (messages.Send(HEADER, 0, 1, 1, 0), {}),
+    (messages.Commit(HEADER, 1, 7, 12, HITS), {"hits": 3_210, "position": 12}),
+    (messages.Ack(HEADER), {}),
+    (messages.Abort(HEADER, "why", True), {"grant": 5}),
+    (messages.Renew(HEADER), {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "shown"), SHOWN, ids=lambda each: type(each).__name__)
+def test_a_message_is_shown_with_all_that_the_rules_need_and_nothing_else(
+    body: Any, shown: dict[str, Any]
+) -> None:
+    expected = {"kind": type(body).__name__, "attempt": "r1.3.2", "body": body, **shown}
+    assert vars(message_of(body)) == vars(spec.Message(**expected))
+
+
+def test_there_is_no_other_message() -> None:
+    known = {*messages.Message.__subclasses__(), *gateway.GatewayMessage.__args__}
+    assert {type(body).__name__ for body, _ in SHOWN} == {each.__name__ for each in known}
+
+
+def test_names_of_attempts_and_parts() -> None:
+    assert attempt_name(AttemptKey("r7 #12.3", 4)) == "r7.12.4"
+    assert attempt_name(AttemptKey("r7", 4)) == "r7.0.4"
+    part_id = PartId(KEY, 1, 2, 5, 8)
+    assert part_of(part_id) == spec.Part("r1.3.2", 8, part_id)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [
+        (OpKind.LOOKUP, ("lookup", [], ["0a", "0b"])),
+        (OpKind.HOST_TO_STORAGE, ("store", [1, 2], ["0a", "0b"])),
+        (OpKind.STORAGE_TO_HOST, ("fetch", [3, 4], ["0a", "0b"])),
+        (OpKind.DEVICE_TO_HOST, (True, [1, 2], [3, 4])),
+        (OpKind.HOST_TO_DEVICE, (False, [1, 2], [3, 4])),
+    ],
+)
+def test_a_copy_has_its_blocks_and_keys(kind: OpKind, shown: tuple[Any, ...]) -> None:
+    operation: Any = SimpleNamespace(
+        kind=kind, sources=np.array([1, 2]), destinations=np.array([3, 4]), keys=[b"\x0a", b"\x0b"]
+    )
+    assert tuple(_copy_of(operation)) == (operation, *shown)
+
+
+CONFIG = {
+    "prefill_blocks": 12, "decode_blocks": 13, "host_blocks": 0, "block_size": 2, "num_groups": 3,
+    "budget": 5, "max_running": 4, "order": "early", "reserve_tokens": 6, "max_attempts": 7,
+    "request_s": 5_000, "max_overtaken": 256,
+}  # fmt: skip
+
+
+class Made:
+    """Notes how an object of ours is made, in its place."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, name: str, **answers: Any) -> None:
+        self.given: dict[str, Any] = {}
+        self.recorder = Recorder(**answers)
+        patch.setattr(handoff_adapter, name, self)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        self.given = named
+        return self.recorder
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}])
+def test_a_gateway_has_its_options(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(monkeypatch, "NetworkGateway")
+    HandoffAdapter({**CONFIG, **more}).gateway(8, 90)
+    assert made.given == {
+        "silence_s": spec.SILENCE, "max_attempts": 7, "backoff_s": spec.BACKOFF,
+        "request_s": 5_000, "lost_s": 5_000, "epoch": 8, "stream": bool(more),
+    }  # fmt: skip
+    assert made.recorder.calls == [("tick", 90)]
+
+
+def test_a_gateway_gets_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(monkeypatch, "NetworkGateway")
+    adapter, recorder = GatewayAdapter(CONFIG, 1, 20), made.recorder
+    adapter.tick(30)
+    adapter.cancel("r4")
+    message = message_of(STATUS)
+    adapter.receive("d1", 6, message)
+    assert recorder.calls[1:] == [
+        ("tick", 30), ("abort", "r4"), ("receive", "d1", 6, STATUS, 30)
+    ]  # fmt: skip
+    adapter.submit("r5", (4, 5, 6), 3, 17, 1, (8, 9))
+    called, request, now = recorder.calls[-1]
+    assert (called, now) == ("add_request", 30) and request.prompt.tolist() == [4, 5, 6]
+    assert (request.request_id, request.max_new_tokens) == ("r5", 3)
+    assert (request.sampling.seed, request.namespace) == (17, NAMESPACES[1] or None)
+    assert set(request.stop_token_ids) == {8, 9}
+
+
+def test_a_gateway_sends_to_connected_nodes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(monkeypatch, "NetworkGateway")
+    adapter, ack = GatewayAdapter(CONFIG, 1, 20), gateway.DeliveryAck(KEY, "Started")
+    made.recorder.answers["take_actions"] = [Connect("d1", ""), SendToNode("d1", ack)]
+    [sent] = adapter.take_messages()
+    assert (sent.to, sent.message.body) == ("d1", ack)
+    made.recorder.answers["take_actions"] = [Disconnect("d1"), SendToNode("d1", ack)]
+    with pytest.raises(AssertionError, match="the gateway has no address of d1"):
+        adapter.take_messages()
+
+
+def test_a_gateway_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(monkeypatch, "NetworkGateway")
+    adapter, recorder = GatewayAdapter(CONFIG, 1, 20), made.recorder
+    hits = {"num_hit_tokens": 10, "num_host_hit_tokens": 200, "num_storage_hit_tokens": 3_000}
+    ended = [
+        SimpleNamespace(request_id=name, status=status, output_tokens=[4, 5], **hits)
+        for name, status in (("r1", RequestStatus.FINISHED), ("r2", RequestStatus.ABORTED))
+    ]
+    recorder.answers.update(take_ended=ended, take_advanced=ended[1:])
+    vars(recorder).update(
+        failures={"r2": "why"}, nodes={"d1": SimpleNamespace(epoch=6)}, num_open=3, num_unacked=4,
+        loads={"d1": 5},
+    )  # fmt: skip
+    assert adapter.take_answers() == [("r1", (4, 5), "", 3_210), ("r2", None, "why", 3_210)]
+    assert adapter.take_told() == [("r2", (4, 5))]
+    assert (adapter.epoch_of("d1"), adapter.epoch_of("d2")) == (6, None)
+    assert adapter.state_of("d1") == (recorder.nodes["d1"], 3, 4)  # type: ignore[index]
+    assert (adapter.num_open(), adapter.num_unacked(), adapter.loads()) == (3, 4, {"d1": 5})
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "more", "options", "sizes"),
+    [
+        ("prefill", "p0", {}, {"max_running": 4, "order": "early", "num_groups": 3}, (12, 2)),
+        ("prefill", "p0", {"max_running": 6, "decode_block_size": 4},
+         {"max_running": 5, "order": "early", "num_groups": 3}, (12, 2)),
+        ("decode", "d0", {"more_blocks": 5},
+         {"max_running": 4, "reserve_tokens": 6, "preempt": "recompute", "depth": 1,
+          "vocab_size": spec.VOCABULARY, "max_overtaken": 256}, (13, 2)),
+        ("decode", "d1",
+         {"more_blocks": 5, "depth": 2, "host_blocks": 8, "max_running": 6,
+          "decode_block_size": 4},
+         {"max_running": 5, "reserve_tokens": 6, "preempt": "host", "depth": 2,
+          "vocab_size": spec.VOCABULARY, "max_overtaken": 256}, (18, 4)),
+        ("decode", "d1", {},
+         {"max_running": 4, "reserve_tokens": 6, "preempt": "recompute", "depth": 1,
+          "vocab_size": spec.VOCABULARY, "max_overtaken": 256}, (13, 2)),
+    ],
+)  # fmt: skip
+def test_a_node_has_its_options(
+    role: spec.Role, name: str, more: dict[str, Any], options: dict[str, Any],
+    sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    made = Made(monkeypatch, "PrefillScheduler" if role == "prefill" else "DecodeScheduler")
+    adapter = HandoffAdapter({**CONFIG, **more})
+    node = adapter.node(name, role, 8, 90)
+    common = {"epoch": 8, "timing": handoff_adapter.TIMING, "token_budget": 5}
+    assert made.given == {**common, **options} and made.recorder.calls == [("tick", 90)]
+    assert (node.manager.num_blocks, node.manager.block_size) == sizes
+    assert (adapter.max_overtaken, adapter.depth) == (256, more.get("depth", 1))
+    tiers = node.manager.tiers
+    assert (tiers is not None) == bool(more.get("host_blocks"))
+
+
+@pytest.mark.parametrize("storage", [0, 1])
+def test_the_blocks_of_storage_have_keys(storage: int) -> None:
+    config = {**CONFIG, "host_blocks": 4, "storage": storage}
+    node = HandoffAdapter(config).node("p0", "prefill", 1, 0)
+    keys = node.storage_keys((1, 2, 3, 4, 5), 1)
+    assert len(keys) == 2 * storage and keys[:1] == node.storage_keys((1, 2, 3), 1)
+    assert not storage or keys != node.storage_keys((1, 2, 3, 4, 5), 0)
+
+
+def test_a_decode_node_passes_on_what_happens_to_a_pull(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(monkeypatch, "DecodeScheduler")
+    node = handoff_adapter.DecodeNode(CONFIG, 1, 0)
+    part_id = PartId(KEY, 1, 2, 5, 8)
+    part = part_of(part_id)
+    node.pulled(part)
+    node.pull_fenced(part)
+    for fenced in (True, False):
+        node.pull_failed(part, fenced)
+    assert made.recorder.calls[1:] == [
+        ("pulled", part_id), ("pull_fenced", part_id),
+        *(("pull_failed", part_id, {"fenced": fenced, "reason": "it was lost"})
+          for fenced in (True, False)),
+    ]  # fmt: skip
