@@ -147,12 +147,12 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "scheduler/text/output_text.py": _tests(_TEXT, "detokenizer"),
     "scheduler/text/stop_strings.py": _tests(_TEXT, "detokenizer"),
     "scheduler/text/tokenizer.py": _tests(_TEXT, "tokenizer", "detokenizer"),
-    "scheduler/cli/fuzz.py": _tests(_SPEC, "fuzz_command"),
-    "scheduler/cli/options/fuzz.py": _tests(_SPEC, "fuzz_command"),
+    "scheduler/cli/fuzz.py": _tests(_SPEC, "fuzz_options", "known", "fuzz_command"),
+    "scheduler/cli/options/fuzz.py": _tests(_SPEC, "fuzz_options", "fuzz_command"),
     "scheduler/fuzz/cache_adapter.py": _tests(
         _SPEC, "misuse", "shrink", "draw", "cache_spec", "tier_spec"
     ),
-    "scheduler/fuzz/campaign.py": _tests(_SPEC, "fuzz_command"),
+    "scheduler/fuzz/campaign.py": _tests(_SPEC, "fuzz_options", "fuzz_command"),
     "scheduler/fuzz/handoff_adapter.py": _tests(_SPEC, "our_handoff_adapter", "handoff_spec"),
     "scheduler/fuzz/kv_events.py": _tests(_SPEC, "cache_spec"),
     "scheduler/fuzz/lent_tokens.py": _tests(_SPEC, "inputs"),
