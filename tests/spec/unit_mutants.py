@@ -150,7 +150,7 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "scheduler/cli/fuzz.py": _tests(_SPEC, "fuzz_options", "known", "fuzz_command"),
     "scheduler/cli/options/fuzz.py": _tests(_SPEC, "fuzz_options", "fuzz_command"),
     "scheduler/fuzz/cache_adapter.py": _tests(
-        _SPEC, "misuse", "shrink", "draw", "cache_spec", "tier_spec"
+        _SPEC, "our_cache_adapter", "misuse", "shrink", "draw", "cache_spec"
     ),
     "scheduler/fuzz/campaign.py": _tests(_SPEC, "fuzz_options", "fuzz_command"),
     "scheduler/fuzz/handoff_adapter.py": _tests(_SPEC, "our_handoff_adapter", "handoff_spec"),

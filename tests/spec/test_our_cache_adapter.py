@@ -1,0 +1,176 @@
+"""Our adapter of a manager passes on what it is given, and judges what only it sees."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv import kvcache
+from radixkv.kvcache.prefix import block_tables, radix_tree
+from radixkv.scheduler.fuzz.cache_adapter import CacheAdapter, make_factory
+from radixkv.spec.rules.rule import Violation
+
+from .recording import Recorder
+
+
+def recorded(**answers: Any) -> tuple[CacheAdapter, Recorder]:
+    """Return an adapter whose manager notes the calls."""
+    adapter, recorder = CacheAdapter(kvcache, 8, 2), Recorder(**answers)
+    vars(recorder).update(block_size=2, available=5, epoch=1)
+    adapter.manager = recorder
+    return adapter, recorder
+
+
+def lease(*table: int, row: int = 0) -> Any:
+    return SimpleNamespace(row=row, block_table=np.array(table, np.int32), num_blocks=len(table),
+                           num_hit_blocks=3, num_shared_blocks=1)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "sizes"),
+    [
+        (4, (16, 1_024, 64, 64, 16, 2**18)),
+        (5, (0, 3, 2, 2, 1, 4)),
+        (6, (16, 1_024, 64, 64, 16, 2**18)),
+        (7, (1, 3, 2, 2, 1, 4)),
+        (9, (0, 3, 2, 2, 1, 4)),
+    ],
+)
+def test_every_other_world_uses_the_code_of_large_caches(
+    num_blocks: int, sizes: tuple[int, ...]
+) -> None:
+    make_factory()(num_blocks, 2)
+    leaves = (radix_tree._FEW, radix_tree._AT_ONCE)
+    rooms = (block_tables._FIRST_ROWS, block_tables._FIRST_IDS, block_tables._LEAST_ROOM)
+    assert (*leaves, *rooms, block_tables._KEPT_IDS) == sizes
+
+
+def test_events_are_recorded_in_half_of_the_worlds_of_each_size() -> None:
+    records = [make_factory()(num_blocks, 2).records_events for num_blocks in range(4, 12)]
+    assert records == 2 * [False, True, True, False]
+    for num_blocks in range(4, 8):
+        adapter = make_factory()(num_blocks, 2)
+        assert (adapter.kv_events is None) == (adapter.replay is None) == (num_blocks in (4, 7))
+
+
+def test_a_match_is_used_once_and_only_for_its_tokens() -> None:
+    adapter, recorder = recorded(match=SimpleNamespace(num_tokens=4), admit=lease(1, 2))
+    assert adapter.match("r1", [1, 2, 3, 4, 5], b"a") == 4
+    assert adapter.admit("r1", [1, 2, 3, 4, 5], b"a") == 3 * 2
+    words = [call[0] for call in recorder.calls]
+    assert recorder.calls[0] == ("match", [1, 2, 3, 4, 5], b"a") and words == ["match", "admit"]
+    assert adapter.admit("r1", [1, 2, 3, 4, 5], b"a") == 6, "the match is gone"
+    assert [call[0] for call in recorder.calls[2:]] == ["match", "admit"]
+    adapter.match("r2", [1, 2], b"a")
+    adapter.admit("r2", [1, 3], b"a")
+    assert recorder.calls[-2][:2] == ("match", [1, 3])
+
+
+@pytest.mark.parametrize(
+    ("error", "numbers"),
+    [(kvcache.OutOfBlocksError(9, 5), (9, 5)), (kvcache.RequestTooLargeError(1, 9, 8), (9, 8))],
+)
+def test_a_refusal_has_its_numbers(error: Exception, numbers: tuple[int, int]) -> None:
+    adapter, recorder = recorded(admit=error)
+    assert adapter.admit("r1", [1, 2], b"") is None and adapter.refusal() == numbers
+    assert not adapter.leases
+    adapter.leases["r1"] = lease(1)
+    if isinstance(error, kvcache.OutOfBlocksError):
+        recorder.answers.update(extend=error, extend_batch=error)
+        for refused in (adapter.append("r1", [1]), adapter.append_batch(["r1"])):
+            assert not refused and adapter.refusal() == numbers
+
+
+def test_each_call_is_passed_on() -> None:
+    adapter, recorder = recorded(evict=3)
+    adapter.leases = {"r1": (one := lease(4, 5, row=6)), "r2": lease(row=9)}
+    tokens = [1, 2, 3, 4]
+    adapter.publish("r1", tokens)
+    assert adapter.publisher == "r1" and tokens == [1, 2, 3, 4]
+    assert adapter.append("r1", [7, 8, 9]) and adapter.append_batch(["r2", "r1"])
+    assert (adapter.evict(6), adapter.block_table("r1"), adapter.available()) == (3, [4, 5], 5)
+    adapter.begin_step()
+    adapter.begin_step()
+    adapter.end_step()
+    assert (adapter.steps_begun, adapter.steps_ended) == (2, 1)
+    adapter.check()
+    adapter.release("r1")
+    assert recorder.calls == [
+        ("publish", one, tokens), ("extend", one, 3), ("extend_batch", [9, 6]), ("evict", 6),
+        ("begin_step",), ("begin_step",), ("end_step",), ("check",), ("release", one),
+    ]  # fmt: skip
+    assert adapter.leases.keys() == {"r2"} and adapter.ended == [one]
+
+
+def test_the_last_three_ended_leases_are_kept() -> None:
+    adapter = CacheAdapter(kvcache, 8, 2)
+    for number in range(5):
+        adapter.admit(f"r{number}", [number], b"")
+    leases = list(adapter.leases.values())
+    for number in range(4):
+        adapter.release(f"r{number}")
+        assert adapter.ended == leases[max(0, number - 2) : number + 1]
+    adapter.admit("r6", [1], b"")
+    last = adapter.leases["r6"]
+    adapter.begin_step()
+    adapter.reset()
+    assert adapter.ended == [leases[3], leases[4], last] and not adapter.leases
+    assert adapter.steps_begun == adapter.steps_ended == 1
+
+
+@pytest.mark.parametrize("epochs", [(1, 2), (2, 1)])
+def test_a_reset_begins_an_epoch(epochs: tuple[int, int]) -> None:
+    """The number that it returns and the one that it has must both be the next one."""
+    adapter, recorder = recorded()
+
+    def reset() -> int:
+        vars(recorder)["epoch"] = epochs[0]
+        return epochs[1]
+
+    vars(recorder)["reset"] = reset
+    with pytest.raises(AssertionError, match="a reset begins an epoch"):
+        adapter.reset()
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_call_that_changes_what_it_is_given_is_found(number: int) -> None:
+    """Read-only arrays cannot be changed; their number of entries is a multiple of four."""
+
+    def change(*given: Any) -> None:
+        lent = given[-1]
+        if isinstance(lent, list) or lent.flags.writeable:
+            lent[0] += 1
+
+    adapter = CacheAdapter(kvcache, 8, 2)
+    names = [f"r{each}" for each in range(number)]
+    adapter.leases = {name: lease(row=place) for place, name in enumerate(names)}
+    recorder = Recorder()
+    vars(recorder).update(next_block=change, extend_batch=change, block_size=2)
+    adapter.manager = recorder
+    before = list(range(number))
+    after = [1, *before[1:]]
+    calls = {
+        "extend_batch": lambda: adapter.append_batch(names),
+        "next_block": lambda: adapter._next_block("r0", before),
+    }
+    for word, call in calls.items():
+        if number % 4 == 0:
+            call()
+            continue
+        with pytest.raises(Violation) as caught:
+            call()
+        assert caught.value.rule.code == "C3"
+        assert caught.value.why == f"{word} was given {before}, and it is now {after}"
+
+
+def test_a_match_whose_tokens_change_later_is_found() -> None:
+    adapter = CacheAdapter(kvcache, 8, 2)
+    adapter.match("r1", [1, 2, 3], b"")
+    adapter.snapshot()
+    adapter.matches["r1"][1][0] = 9
+    with pytest.raises(Violation, match="the match of r1 was given") as caught:
+        adapter.snapshot()
+    assert caught.value.rule.code == "C3"
