@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import pytest
@@ -10,8 +14,9 @@ from radixkv.scheduler.fuzz.cache_adapter import make_factory
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import Finding, Operation
 from radixkv.spec.harness.findings.program import to_call, to_program, world_before
-from radixkv.spec.harness.findings.svg import FILL, to_svg
+from radixkv.spec.harness.findings.svg import CHAR, FILL, to_svg
 from radixkv.spec.harness.pool_world import PoolSubject
+from radixkv.spec.harness.random_engine import run_case
 
 from .toys import Plain
 
@@ -143,3 +148,113 @@ def test_what_has_no_blocks_is_drawn_as_text() -> None:
 
     texts, boxes, _ = shapes(to_svg(PoolSubject(make_pool()), pool))
     assert "blocks |...|  . free  x allocated" in texts and len(boxes) == 1
+
+
+# Every figure of a drawing
+
+BRANCHES: list[Operation] = [
+    ["submit", "r1", [0, 0, 1, 1, 2, 2], 0, 0],
+    ["admit", "r1"],
+    ["forward", "r1", 6],
+    ["submit", "r2", [0, 0, 3, 3, 123456789, 123456789], 0, 0],
+    ["admit", "r2"],
+    ["forward", "r2", 6],
+    ["submit", "r3", [0, 0, 1, 1, 7], 2, 0],
+    ["admit", "r3"],
+    ["forward", "r3", 5],
+    ["submit", "r4", [8, 8], 0, 1],
+    ["admit", "r4"],
+    ["forward", "r4", 2],
+    ["submit", "r5", [9, 9], 0, 1],
+    ["finish", "r1"],
+    ["finish", "r4"],
+    ["evict", 1],
+    ["drain"],
+]
+"""Two trees: branches of other lengths, a label too long for its box, blocks of all kinds."""
+
+TABLES: list[Operation] = [
+    ["submit", "r1", [4] * 12, 3, 0],
+    ["admit", "r1"],
+    ["forward", "r1", 9],
+    ["submit", "r2", [4] * 3, 3, 0],
+    ["admit", "r2"],
+    ["forward", "r2", 3],
+    ["submit", "r3", [4] * 3, 3, 0],
+    ["admit", "r3"],
+    ["forward", "r3", 3],
+    ["finish", "r3"],
+    ["append", "r2", [5]],
+    ["forward", "r2", 1],
+]
+"""Blocks with more slots than are shown, full, begun and free; the last call changes one."""
+
+DRAWINGS = {
+    "tree": (CacheSubject(make_factory(), "full"), 12, 2, BRANCHES),
+    "tables": (CacheSubject(Plain, "api"), 5, 9, TABLES),
+}
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_a_drawing_is_as_it_was_seen_to_be_right(name: str) -> None:
+    """If a change is meant, look at the new drawing and store it; its elements are on lines."""
+    subject, num_blocks, block_size, trace = DRAWINGS[name]
+    sizes = {**SIZES, "num_blocks": num_blocks, "block_size": block_size}
+    drawn = to_svg(subject, Finding("C1 read-own-prefix", "block 3 <is> & bad", sizes, trace))
+    stored = Path(__file__).with_name("drawings") / f"{name}.svg"
+    assert drawn.replace("><", ">\n<") == stored.read_text("utf-8")
+
+
+class Box(NamedTuple):
+    """A rectangle of a drawing."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def holds(self, x: float, y: float) -> bool:
+        return self.left <= x <= self.right and self.top <= y <= self.bottom
+
+    def overlaps(self, other: Box) -> bool:
+        beside = self.right <= other.left or other.right <= self.left
+        return not (beside or self.bottom <= other.top or other.bottom <= self.top)
+
+
+def numbers(element: ElementTree.Element, *names: str) -> list[float]:
+    return [float(element.get(name, 0)) for name in names]
+
+
+def boxes_of(root: ElementTree.Element) -> list[Box]:
+    rects = root.iter("{http://www.w3.org/2000/svg}rect")
+    sizes = [numbers(each, "x", "y", "width", "height") for each in rects]
+    return [Box(x, y, x + width, y + height) for x, y, width, height in sizes]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("depth", ["full", "api"])
+def test_boxes_do_not_overlap_and_lines_join_them(depth: Any, seed: int) -> None:
+    subject = CacheSubject(make_factory(), depth)
+    below = random.Random(seed).randrange
+    world = subject.world(subject.configure(below))
+    trace, violation = run_case(world, below, 30)
+    assert violation is None
+    finding = Finding("C1 read-own-prefix", "block 1", world.config, trace[:-1])
+    root = ElementTree.fromstring(to_svg(subject, finding))
+    document, *boxes = boxes_of(root)
+    assert all(
+        document.holds(*each[:2]) and document.holds(*each[2:]) and each.left < each.right
+        for each in boxes
+    )
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    bottoms = {((each.left + each.right) / 2, each.bottom) for each in boxes}
+    tops = {((each.left + each.right) / 2, each.top) for each in boxes}
+    for line in root.iter("{http://www.w3.org/2000/svg}line"):
+        x1, y1, x2, y2 = numbers(line, "x1", "y1", "x2", "y2")
+        assert (x1, y1) in bottoms and (x2, y2) in tops and y1 < y2
+    for text in root.iter("{http://www.w3.org/2000/svg}text"):
+        x, y = numbers(text, "x", "y")
+        width = CHAR * len("".join(text.itertext()))
+        assert document.holds(x + width, y)
+        if around := [each for each in boxes if each.holds(x, y)]:
+            assert around[0].holds(x + width, y), "a label ends in its box"
