@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from radixkv.kvcache.tiers.operations import OpKind
+from radixkv.scheduler.errors import HandoffsOpenError, StepOrderError
 from radixkv.scheduler.fuzz import handoff_adapter
 from radixkv.scheduler.fuzz.handoff_adapter import (
     NAMESPACES,
@@ -20,8 +21,8 @@ from radixkv.scheduler.fuzz.handoff_adapter import (
     part_of,
 )
 from radixkv.scheduler.gateway.network_gateway import Connect, Disconnect, SendToNode
+from radixkv.scheduler.handoff import actions, messages
 from radixkv.scheduler.handoff import gateway_messages as gateway
-from radixkv.scheduler.handoff import messages
 from radixkv.scheduler.handoff.messages import AttemptKey, Header, Hits, PartId
 from radixkv.scheduler.request import GREEDY, RequestStatus
 from radixkv.spec.adapters import handoff as spec
@@ -243,3 +244,124 @@ def test_a_decode_node_passes_on_what_happens_to_a_pull(monkeypatch: pytest.Monk
         *(("pull_failed", part_id, {"fenced": fenced, "reason": "it was lost"})
           for fenced in (True, False)),
     ]  # fmt: skip
+
+
+def decode_node(patch: pytest.MonkeyPatch) -> tuple[handoff_adapter.DecodeNode, Recorder, Recorder]:
+    """Return a node whose scheduler and reporter note the calls."""
+    made = Made(patch, "DecodeScheduler")
+    node = handoff_adapter.DecodeNode(CONFIG, 1, 20)
+    reporter: Any = Recorder()
+    node.reporter = reporter
+    made.recorder.calls.clear()
+    return node, made.recorder, reporter
+
+
+def test_a_node_gets_each_message_where_it_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, scheduler, reporter = decode_node(monkeypatch)
+    ack, follow = gateway.DeliveryAck(KEY, "Started"), gateway.FollowAttempt(KEY, 3)
+    commit = messages.Commit(HEADER, 1, 7, 12, HITS)
+    for body in (ack, follow, gateway.CancelAttempt(KEY, "why"), commit):
+        node.receive("p1", message_of(body))
+    node.tick(30)
+    assert scheduler.calls == [("give_up", KEY, "why"), ("receive", "p1", commit), ("tick", 30)]
+    assert reporter.calls == [("acknowledge", "p1", ack), ("follow", follow), ("tick", 30)]
+    assert node.now == 30
+
+
+def test_a_prefill_node_begins_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(monkeypatch, "PrefillScheduler", take_actions=[])
+    node = handoff_adapter.PrefillNode(CONFIG, 1, 20)
+    reporter: Any = Recorder(take_messages=[])
+    node.reporter = reporter
+    node.receive("gateway", message_of(RUN))
+    assert reporter.calls == [("begin", RUN, node._begin, 20)]
+    request = RUN.request()
+    node._begin(request, "d1", 2)
+    assert node.take_actions() == [spec.Begun("r1.3.2")] and node.take_actions() == []
+    plan: Any = "a plan"
+    node.plans.append(plan)
+    node.wrote(2)
+    assert made.recorder.calls == [
+        ("tick", 20), ("begin", request, "d1", 2), *[("take_actions",)] * 2, ("wrote", "a plan", 2)
+    ]  # fmt: skip
+
+
+def test_actions_of_a_prefill_node_are_shown_or_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    part_id = PartId(KEY, 1, 2, 5, 8)
+    commit, failed = messages.Commit(HEADER, 1, 7, 12, HITS), gateway.PrefillFailed(KEY, "why")
+    made = Made(monkeypatch, "PrefillScheduler", take_actions=[
+        actions.Post("d1", commit), actions.Offer("d1", part_id, (3, 4), 1),
+        actions.Withdraw(KEY), failed, actions.Compute(KEY),
+    ])  # fmt: skip
+    node = handoff_adapter.PrefillNode(CONFIG, 1, 20)
+    reporter: Any = Recorder(take_messages=[gateway.Started(KEY)])
+    node.reporter = reporter
+    shown: list[Any] = list(node.take_actions())
+    sent, offer, withdraw, told = shown
+    assert (sent.to, sent.message.body) == ("d1", commit)
+    assert offer == spec.Offer(part_of(part_id), (3, 4), 1)
+    assert withdraw == spec.Withdraw("r1.3.2")
+    assert (told.to, told.message.body) == (spec.GATEWAY, gateway.Started(KEY))
+    assert reporter.calls == [("report", failed, 20), ("report_progress", 20), ("take_messages",)]
+    node.fenced("r1.3.2")
+    assert made.recorder.calls[-1] == ("fenced", KEY)
+
+
+def test_actions_of_a_decode_node_are_shown_or_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, scheduler, reporter = decode_node(monkeypatch)
+    part_id = PartId(KEY, 1, 2, 5, 8)
+    held = SimpleNamespace(block_table=np.array([5, 6]))
+    has, lacks = RUN.request(), RUN.request()
+    has.lease, has.num_hit_tokens, lacks.lease = held, 4, None  # type: ignore[assignment]
+    ack = messages.Ack(HEADER)
+    done = [
+        actions.Started(KEY, has, 9), actions.Started(KEY, lacks, 8),
+        actions.Preempted(KEY, has), actions.Finished(KEY, has), gateway.DecodeFailed(KEY, "why"),
+    ]  # fmt: skip
+    scheduler.answers["take_actions"] = [
+        actions.Post("p1", ack), actions.Pull("p1", part_id, (3, 4), 1, 3, actions.Sent(2, 2, 7)),
+        actions.CancelPull(part_id), *done,
+    ]  # fmt: skip
+    reporter.answers["take_messages"] = []
+    shown: list[Any] = list(node.take_actions())
+    sent, *others = shown
+    assert (sent.to, sent.message.body) == ("p1", ack)
+    assert others == [
+        spec.Pull("p1", part_of(part_id), (3, 4), 1, 7), spec.CancelPull(part_of(part_id)),
+        spec.Started("r1.3.2", [5, 6], 9, 4), spec.Started("r1.3.2", [], 8, 0),
+        spec.Ended("r1.3.2"), spec.Ended("r1.3.2"),
+    ]  # fmt: skip
+    assert reporter.calls[:-2] == [("report", each, 20) for each in done]
+
+
+@pytest.mark.parametrize("error", [None, HandoffsOpenError(1), StepOrderError("in flight")])
+def test_a_node_resets_unless_it_is_refused(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, scheduler, _ = decode_node(monkeypatch)
+    scheduler.answers["reset_cache"] = error
+    assert node.reset() == (error is None)
+    node.drain()
+    assert scheduler.calls == [("reset_cache",), ("drain", "the weights change")]
+
+
+def test_a_node_tells_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, scheduler, _ = decode_node(monkeypatch)
+    vars(scheduler)["waiting"] = [1, 2, 3]
+    node.manager.admit(node.manager.match([1, 2, 3]))
+    assert node.status().body == gateway.NodeStatus(
+        "decode", "", "simulated", 2, 13, "simulated",
+        load=gateway.NodeLoad(num_waiting=3, num_used_blocks=2),
+    )  # fmt: skip
+    assert (node.num_free(), node.num_evicted()) == (11, 0)
+
+
+def test_an_update_ends_the_first_step_and_tells_who_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, scheduler, _ = decode_node(monkeypatch)
+    statuses = (RequestStatus.RUNNING, RequestStatus.ABORTED)
+    plan: Any = SimpleNamespace(
+        chunks=[SimpleNamespace(request=SimpleNamespace(status=each)) for each in statuses]
+    )
+    node.plans.extend((plan, plan))
+    assert node.update([4, 5]) == [True, False] and len(node.plans) == 1
+    assert scheduler.calls == [("update", plan, [4, 5])]
