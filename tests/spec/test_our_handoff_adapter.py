@@ -278,8 +278,8 @@ def test_a_prefill_node_begins_attempts(monkeypatch: pytest.MonkeyPatch) -> None
     request = RUN.request()
     node._begin(request, "d1", 2)
     assert node.take_actions() == [spec.Begun("r1.3.2")] and node.take_actions() == []
-    plan: Any = "a plan"
-    node.plans.append(plan)
+    plans: Any = ["a plan", "the next one"]
+    node.plans.extend(plans)
     node.wrote(2)
     assert made.recorder.calls == [
         ("tick", 20), ("begin", request, "d1", 2), *[("take_actions",)] * 2, ("wrote", "a plan", 2)

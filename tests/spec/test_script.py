@@ -103,6 +103,21 @@ def test_nothing_is_recorded_without_need() -> None:
     assert finding is not None and to_script(finding, CacheSubject(Leaky)) == ""
 
 
+class Seldom(Leaky):
+    """Records nothing but what it makes."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.shelf = recorded(Shelf)(num_blocks)
+
+
+def test_the_last_operation_is_shown_if_it_calls_nothing_too() -> None:
+    finding = run(CacheSubject(Seldom), 0, 5_000).finding
+    assert finding is not None
+    text = to_script(finding, CacheSubject(Seldom))
+    assert [line for line in text.splitlines() if line.startswith("# ")] == ["# drain()"]
+
+
 class Place(NamedTuple):
     """Where a book is."""
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from radixkv.spec.adapters import load_target as load_target_module
 from radixkv.spec.adapters.cache import AdapterError, Promises
 from radixkv.spec.adapters.cache_target import BY_DEPTH, REQUIRED, Depth, Target
+from radixkv.spec.adapters.load_target import TargetError, load_target
 from radixkv.spec.adapters.scheduler import Submission
 from radixkv.spec.adapters.scheduler_target import SchedulerTarget
 from radixkv.spec.harness.cache.world import CacheSubject
@@ -160,3 +166,62 @@ def test_a_scheduler_that_returns_no_chunks_is_told() -> None:
         scheduler_with(schedule=lambda self: [("r1", 0)]).schedule()
     told = "schedule must return chunks (name, start, length), got [('r1', 0)]"
     assert str(caught.value) == told
+
+
+# Files and modules of targets
+
+
+@pytest.mark.parametrize("fault", ["1 / 0", "raise SystemExit(3)", "import no_such_module"])
+@pytest.mark.parametrize("before", [None, ModuleType("broken_target")])
+def test_a_file_that_fails_leaves_the_modules_as_they_were(
+    fault: str, before: ModuleType | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "broken_target.py"
+    path.write_text(fault)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "broken_target", raising=False)
+    if before is not None:
+        monkeypatch.setitem(sys.modules, "broken_target", before)
+    with pytest.raises(TargetError, match=f"importing {path} raised "):
+        load_target(f"{path}:make")
+    assert sys.modules.get("broken_target") is before
+
+
+def test_a_file_is_imported_as_a_script_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside_target.py").write_text("NUMBER = 3")
+    path = tmp_path / "right_target.py"
+    path.write_text("import beside_target\nclass Of:\n    make = lambda *sizes: sizes\n")
+    before = list(sys.path)
+    monkeypatch.setattr(sys, "path", list(before))
+    for _ in range(2):
+        make = load_target(f"{path}:Of.make")
+        assert make(4, 2) == (4, 2) and sys.path == [str(tmp_path), *before]
+    assert inspect.unwrap(make) is sys.modules["right_target"].Of.make
+    for name in ("right_target", "beside_target"):
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("error", ["ValueError('no')", "SystemExit(3)"])
+def test_what_a_factory_raises_is_told_with_its_sizes(error: str, tmp_path: Path) -> None:
+    path = tmp_path / "raising_target.py"
+    path.write_text(f"def make(*sizes):\n    raise {error}\n")
+    before = list(sys.path)
+    try:
+        with pytest.raises(AdapterError) as caught:
+            load_target(f"{path}:make")(4, "b")
+    finally:
+        sys.path[:] = before
+        del sys.modules["raising_target"]
+    kind, _, text = error.partition("(")
+    told = text.strip("')")
+    assert str(caught.value) == f"make(4, 'b') raised {kind}: {told}"
+
+
+def test_an_error_of_the_adapter_is_told_as_it_is() -> None:
+    def make(num_blocks: int, block_size: int) -> Any:
+        raise AdapterError("it lacks x")
+
+    with pytest.raises(AdapterError, match=r"^it lacks x$"):
+        load_target_module._explained(make, "make")(4, 2)
