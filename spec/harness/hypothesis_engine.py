@@ -73,7 +73,7 @@ def run(subject: Subject, seed: int, num_steps: int, steps_per_case: int = 0) ->
 def _run_test(machine: Any, steps_per_case: int) -> None:
     chosen = settings(
         max_examples=CASES_AT_ONCE,
-        stateful_step_count=steps_per_case,
+        stateful_step_count=1 + steps_per_case,  # the first makes the world
         phases=[Phase.generate],
         deadline=None,
         database=None,
