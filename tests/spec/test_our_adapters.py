@@ -13,6 +13,10 @@ import pytest
 from radixkv import scheduler as own_scheduler
 from radixkv.kvcache import RequestTooLargeError
 from radixkv.scheduler.fuzz.scheduler_adapter import BETWEEN, IN_FLIGHT, MixedAdapter
+from radixkv.scheduler.fuzz.tiered_scheduler_adapter import (
+    TieredDecodeAdapter,
+    TieredMixedAdapter,
+)
 from radixkv.spec.adapters.scheduler import SchedulerPromises, Submission
 
 from .recording import Recorder
@@ -194,3 +198,164 @@ def test_a_wrong_call_between_two_steps(what: str, is_refused: bool) -> None:
     else:
         assert adapter.misuse(kind, "live") == is_refused
         assert calls == [("abort", "live.unknown")]
+
+
+# Schedulers over tiers
+
+
+def over_tiers(tiers: Any, **more: Any) -> Any:
+    """Return what an adapter over tiers needs of itself."""
+    manager = SimpleNamespace(tiers=tiers, **more)
+    own: Any = TieredMixedAdapter.__new__(TieredMixedAdapter)
+    own.manager, own.requests = manager, {}
+    return own
+
+
+@pytest.mark.parametrize("storage", [0, 1])
+def test_a_manager_over_tiers_has_the_sizes_of_its_configuration(storage: int) -> None:
+    config = {"num_blocks": 5, "block_size": 3, "host_blocks": 4, "write": "through",
+              "storage": storage}  # fmt: skip
+    own = over_tiers(None)
+    own.manager = manager = own._make_manager(config)
+    assert (manager.num_blocks, manager.block_size) == (5, 3)
+    assert manager.stats().tiers.host_blocks == 4
+    assert (own.tiers.storage is not None) == bool(storage)
+    keys = own.keys((1, 2, 3, 4), b"a")
+    assert len(keys) == storage and keys == own.keys((1, 2, 3), b"a")
+    assert not storage or keys != own.keys((1, 2, 3), b"b")
+
+
+def test_figures_of_tiers_are_shown_as_they_are() -> None:
+    stats = SimpleNamespace(parked=3, host_blocks=50, host_free_blocks=20, host_cached_blocks=7)
+    tiers = SimpleNamespace(num_open_operations=6, stats=lambda: stats)
+    match = SimpleNamespace(num_blocks=4, num_host_blocks=50)
+    given: list[Any] = []
+
+    def match_of(*arguments: Any) -> Any:
+        given.append(arguments)
+        return match
+
+    own = over_tiers(tiers, match=match_of)
+    own.requests = {"r1": SimpleNamespace(tokens="tokens", namespace=b"a")}
+    assert (own.num_copies(), own.num_parked(), own.num_pinned()) == (6, 3, 50 - 20 - 7)
+    assert own.num_cached("r1") == 54 and given == [("tokens", b"a")]
+    for status, loads in (("loading", True), ("running", False)):
+        own.requests["r1"].status = SimpleNamespace(value=status)
+        assert own.is_loading("r1") is loads
+    own.scheduler = scheduler = Recorder()
+    own.reset((b"a", b"b"), "new weights")
+    assert scheduler.calls == [("reset_cache", [b"a", b"b"], "new weights")]
+
+
+DECODE = {"num_blocks": 9, "block_size": 2, "host_blocks": 4, "write": "back", "storage": 0,
+          "prefix_cache": True, "token_budget": 11, "max_running": 7, "policy": "fcfs",
+          "reserve_tokens": 2}  # fmt: skip
+
+
+class DecodePackage(Package):
+    """A scheduler package that notes what decode scheduler it is asked to make."""
+
+    handoff = own_scheduler.handoff
+
+    def DecodeScheduler(self, manager: Any, *, timing: Any, policy: Any, **options: Any) -> Any:
+        self.given = {**options, "policy": type(policy).__name__}
+        vars(self.scheduler)["depth"] = options["depth"]
+        return self.scheduler
+
+
+def decode_adapter(**config: Any) -> tuple[TieredDecodeAdapter, DecodePackage]:
+    package = DecodePackage()
+    adapter = TieredDecodeAdapter({**DECODE, **config}, package, SchedulerPromises())
+    package.scheduler.answers.update(take_actions=[])
+    return adapter, package
+
+
+def test_a_decode_scheduler_has_the_options_of_its_configuration() -> None:
+    for more in ({}, {"depth": 2, "policy": "priority", "preempt": "host"}):
+        _, package = decode_adapter(**more)
+        assert package.given == {
+            "epoch": 1, "token_budget": 11, "max_running": 7, "reserve_tokens": 2,
+            "preempt": "recompute", "depth": 1, **more,
+            "policy": "Priority" if more else "Fcfs",
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_prefill_node_asks_in_order_until_one_is_granted(policy: str) -> None:
+    adapter, package = decode_adapter(policy=policy)
+    for name, priority in (("r1", 1), ("r2", 0), ("r3", 1)):
+        assert adapter.add(Submission(name, [4, 5, 6], 3, priority, [8], b"a", first_token=7))
+    asked = [call[2] for call in package.scheduler.calls if call[0] == "receive"]
+    ask = asked[0]
+    assert ask.header.key == own_scheduler.handoff.AttemptKey("r1", 1)
+    assert np.frombuffer(ask.prompt, "<i4").tolist() == [4, 5, 6] and ask.namespace == b"a"
+    assert (ask.block_size, ask.num_groups, ask.max_new_tokens, ask.priority) == (2, 1, 3, 1)
+    order = ["r1", "r2", "r3"] if policy == "fcfs" else ["r2", "r1", "r3"]
+    vars(package.scheduler)["waiting"] = [request("r9")]
+    assert adapter.waiting() == ["r9", *order]
+    package.scheduler.calls.clear()
+    assert not adapter.ask()
+    assert package.scheduler.calls[0] == ("tick", 1)
+    again = [call[2].header.key.request_id for call in package.scheduler.calls
+             if call[0] == "receive"]  # fmt: skip
+    assert again == order
+    handoff = own_scheduler.handoff
+    grant = handoff.Grant(handoff.Header(handoff.AttemptKey("r1", 1), 1, grant=5), 1, 2)
+    late = handoff.Grant(handoff.Header(handoff.AttemptKey("r1", 9), 1, grant=5), 1, 2)
+    for message in (late, grant):
+        adapter._act(Post(message))
+    package.scheduler.calls.clear()
+    assert adapter.ask() and adapter._grants == [grant], "nobody else is asked for"
+    assert package.scheduler.calls == [("tick", 2), ("take_actions",)]
+
+
+@dataclass
+class Post:
+    """An action of a decode scheduler."""
+
+    message: Any
+
+
+def test_a_request_that_is_too_large_is_not_asked_for_again() -> None:
+    adapter, package = decode_adapter()
+    handoff = own_scheduler.handoff
+    header = handoff.Header(handoff.AttemptKey("r1", 1), 1)
+    too_large = [Post(handoff.Refuse(header, "too large", 9, 5))]
+    for actions, is_added in (([], True), (too_large, False)):
+        left = iter([actions])
+        vars(package.scheduler)["take_actions"] = lambda left=left: next(left, [])
+        assert adapter.add(Submission("r1", [4, 5, 6], 3, 0, (), b"")) == is_added
+    no_room = Post(handoff.Refuse(header, "out of blocks", 9, 5))
+    adapter._asked = {"r1": Submission("r1", [4], 1, 0, (), b"")}
+    adapter._act(no_room)
+    assert adapter._asked
+
+
+def test_a_reset_of_a_decode_node_begins_new_attempts() -> None:
+    adapter, package = decode_adapter()
+    adapter.reset((b"a",), "new weights")
+    assert package.scheduler.calls[-2:] == [
+        ("drain", "the weights change"), ("reset_cache", [b"a"], "new weights")
+    ]  # fmt: skip
+    adapter.add(Submission("r1", [4], 1, 0, (), b""))
+    [key] = [call[2].header.key for call in package.scheduler.calls if call[0] == "receive"]
+    assert key.attempt == 2
+
+
+def test_an_abort_ends_what_the_prefill_node_asks_for() -> None:
+    adapter, package = decode_adapter()
+    adapter.add(Submission("r1", [4], 1, 0, (), b""))
+    assert adapter.abort("r1") and adapter.requests["r1"].finish_reason == "abort"
+    assert ("abort", "r1") in package.scheduler.calls and not adapter._queue()
+    package.scheduler.calls.clear()
+    assert not adapter.abort("r1") and not package.scheduler.calls
+    adapter.requests["r2"] = running = SimpleNamespace(finish_reason=None)
+    assert adapter.abort("r2") and running.finish_reason is None, "the scheduler says why"
+
+
+def test_wrong_calls_of_a_decode_node_are_those_of_any_but_for_a_twin() -> None:
+    adapter, package = decode_adapter()
+    adapter.requests["r1"] = request("r1")
+    package.scheduler.answers["abort"] = True
+    assert [adapter._misuse_between(what, "r1") for what in BETWEEN] == [True, True, False]
+    assert package.scheduler.calls == [("abort", "r1.unknown")]

@@ -147,7 +147,7 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "scheduler/text/output_text.py": _tests(_TEXT, "detokenizer"),
     "scheduler/text/stop_strings.py": _tests(_TEXT, "detokenizer"),
     "scheduler/text/tokenizer.py": _tests(_TEXT, "tokenizer", "detokenizer"),
-    "scheduler/cli/fuzz.py": _tests(_SPEC, "fuzz_options", "known", "fuzz_command"),
+    "scheduler/cli/fuzz.py": _tests(_SPEC, "fuzz_options", "known", "script", "fuzz_command"),
     "scheduler/cli/options/fuzz.py": _tests(_SPEC, "fuzz_options", "fuzz_command"),
     "scheduler/fuzz/cache_adapter.py": _tests(
         _SPEC, "our_cache_adapter", "misuse", "shrink", "draw", "cache_spec"
@@ -160,17 +160,17 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "scheduler/fuzz/pool_adapter.py": _tests(_SPEC, "inputs", "draw", "cache_spec"),
     "scheduler/fuzz/scheduler_adapter.py": _tests(_SPEC, "our_adapters", "scheduler_spec"),
     "scheduler/fuzz/tier_adapter.py": _tests(
-        _SPEC, "our_tier_adapter", "misuse", "inputs", "tier_spec", "costs"
+        _SPEC, "our_tier_adapter", "misuse", "inputs", "tier_spec"
     ),
     "scheduler/fuzz/tier_events.py": _tests(_SPEC, "tier_spec"),
     "scheduler/fuzz/tier_misuse.py": _tests(_SPEC, "misuse", "tier_spec"),
     "scheduler/fuzz/tier_snapshot.py": _tests(_SPEC, "our_tier_adapter", "tier_spec"),
     "scheduler/fuzz/tiered_scheduler_adapter.py": _tests(
-        _SPEC, "misuse", "inputs", "tiered_scheduler_spec"
+        _SPEC, "our_adapters", "our_tier_adapter", "tiered_scheduler_spec"
     ),
     "spec/adapters/cache.py": _tests(_SPEC, "target", "inputs", "foreign"),
     "spec/adapters/cache_target.py": _tests(_SPEC, "target", "inputs", "foreign"),
-    "spec/adapters/load_target.py": _tests(_SPEC, "target", "foreign", "fuzz_command"),
+    "spec/adapters/load_target.py": _tests(_SPEC, "target", "foreign"),
     "spec/adapters/recorder.py": _tests(_SPEC, "script"),
     "spec/adapters/references.py": _tests(_SPEC, "references"),
     "spec/adapters/scheduler_target.py": _tests(_SPEC, "target", "scheduler_designs"),
