@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import deque
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from radixkv.spec.adapters import load_target as load_target_module
-from radixkv.spec.adapters.cache import AdapterError, Promises
+from radixkv.spec.adapters.cache import AdapterError, Manager, Promises, Snapshot
 from radixkv.spec.adapters.cache_target import BY_DEPTH, REQUIRED, Depth, Target
 from radixkv.spec.adapters.load_target import TargetError, load_target
-from radixkv.spec.adapters.scheduler import Submission
+from radixkv.spec.adapters.scheduler import Received, SchedulerPromises, Submission
+from radixkv.spec.adapters.scheduler_target import _KINDS as KINDS
 from radixkv.spec.adapters.scheduler_target import SchedulerTarget
+from radixkv.spec.adapters.tier_target import LOOKS, TierTarget
+from radixkv.spec.adapters.tiers import TierManager
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.scheduler.configuration import draw_config
+from radixkv.spec.model.scheduler import BlockCopy
 from radixkv.spec.rules.rule import Violation
 
 from .designs.schedulers import ChunkWise
+from .recording import Recorder
 from .toys import Plain
 
 WRONG_RESULTS = [
@@ -101,6 +108,15 @@ def test_tokens_that_come_back_changed_are_a_violation() -> None:
         target(adapter_with(publish=publish)).publish("r1", [1])
     assert caught.value.rule.code == "C3"
     assert caught.value.why == "publish was given [1], and changed it to [1, 9]"
+
+
+def test_of_two_arguments_that_come_back_changed_the_first_is_told() -> None:
+    def swap(self: Any, one: list[int], same: list[int], other: list[int]) -> None:
+        one[:], other[:] = other[:], one[:]
+
+    made = TierTarget(adapter_with(swap=swap), 4, 2, "api")
+    with pytest.raises(Violation, match=r"^.*swap was given \[1\], and changed it to \[2\]$"):
+        made.ask("swap", [1], [3], [2])
 
 
 def test_optional_methods_are_found() -> None:
@@ -225,3 +241,163 @@ def test_an_error_of_the_adapter_is_told_as_it_is() -> None:
 
     with pytest.raises(AdapterError, match=r"^it lacks x$"):
         load_target_module._explained(make, "make")(4, 2)
+
+
+# What a target passes on
+
+
+def recording_target(depth: Depth = "api", **answers: Any) -> tuple[Target, Recorder]:
+    adapter = Recorder(**{"size": 3, **answers})
+    vars(adapter)["promises"] = Promises()
+    made = Target(lambda *sizes: adapter, 4, 2, depth)
+    adapter.calls.clear()
+    return made, adapter
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "result"),
+    [
+        ("admit", ("r1", [1, 2], b"a"), 4),
+        ("admit", ("r1", [1, 2], b"a"), None),
+        ("match", ("r1", [1, 2], b"a"), 3),
+        ("append", ("r1", [1]), True),
+        ("append", ("r1", [1]), False),
+        ("append_batch", (["r1", "r2"],), False),
+        ("publish", ("r1", [1, 2]), None),
+        ("release", ("r1",), None),
+        ("block_table", ("r1",), [3, 4]),
+        ("available", (), 5),
+        ("evict", (2,), 1),
+        ("refusal", (), (3, 4)),
+        ("snapshot", (), Snapshot([1], {}, {}, [])),
+        ("kv_events", (), ["batch"]),
+        ("replay", (6,), ["batch"]),
+        ("misuse", (3, "r1"), None),
+    ],
+)
+def test_each_call_is_passed_on_with_its_result(
+    method: str, arguments: tuple[Any, ...], result: Any
+) -> None:
+    made, adapter = recording_target(**{method: result})
+    assert getattr(made, method)(*arguments) == result
+    assert adapter.calls == [(method, *arguments)]
+
+
+@pytest.mark.parametrize("method", ["reset", "check", "begin_step", "end_step"])
+def test_a_call_without_arguments_breaks_its_own_rule(method: Any) -> None:
+    made, adapter = recording_target()
+    made.run(method)
+    assert adapter.calls == [(method,)]
+    adapter.answers[method] = ValueError("no")
+    with pytest.raises(Violation) as caught:
+        made.run(method)
+    assert caught.value.rule.code == ("W6" if method == "check" else "S4")
+
+
+@pytest.mark.parametrize("depth", ["api", "events", "full"])
+def test_an_empty_manager_holds_no_more_than_a_new_one(depth: Depth) -> None:
+    made, adapter = recording_target(depth)
+    if depth != "api":
+        made.report_to(events := Mock())
+        assert adapter.calls == [("report_to", events), ("size",)]
+    for size in (3, 2):
+        adapter.answers["size"] = size
+        made.check_empty()
+    adapter.answers["size"] = 4
+    with pytest.raises(Violation, match="an empty cache holds 4 references, a new one 3") as caught:
+        made.check_empty()
+    assert caught.value.rule.code == "D3"
+    target(Plain).check_empty()
+
+
+def test_methods_that_may_act_are_all_but_those_that_look() -> None:
+    kinds = (Manager, TierManager, TierTarget, Target)
+    names = {name for kind in kinds for name in vars(kind) if not name.startswith("_")}
+    methods = {name for name in names if callable(getattr(TierTarget, name, len))}
+    acting = methods - LOOKS - {"run", "ask", "see", "check_empty", "can", "promises"}
+    acting |= {"reset", "begin_step", "end_step"}
+    assert acting == {
+        "admit", "append", "append_batch", "begin_step", "cancel", "complete", "early", "end_step",
+        "evict", "fence", "fork", "misuse", "park", "park_misuse", "prefetch", "publish",
+        "release", "report_to", "reset", "reset_but", "take", "unpark", "used", "wrong_result",
+    }  # fmt: skip
+    adapter = Recorder(size=3)
+    vars(adapter)["promises"] = Promises()
+    made = TierTarget(lambda *sizes: adapter, 4, 2, "api")
+    for method in (*sorted(LOOKS), *sorted(acting)):
+        made.has_acted = made.may_have_decided = False
+        made.ask(method, 1, [2])
+        assert adapter.calls[-1] == (method, 1, [2])
+        assert made.has_acted == (method in acting), method
+        assert made.may_have_decided == (method in acting - {"take"}), method
+
+
+# Results of a scheduler
+
+OF_KIND: dict[Any, tuple[list[Any], list[Any]]] = {
+    bool: ([True, False], [1, None, "yes"]),
+    int: ([3, 0], [True, None, 1.5]),
+    list: ([[1], (1, 2), deque([3])], [None, 3, "ab"]),
+}
+"""Right and wrong results by the type that a method must return."""
+
+
+@pytest.mark.parametrize("method", [name for name, kind in KINDS.items() if kind in OF_KIND])
+def test_each_result_of_a_scheduler_has_its_type(method: str) -> None:
+    adapter = Recorder()
+    vars(adapter).update(promises=SchedulerPromises(), depth=1)
+    made = SchedulerTarget(lambda config: adapter, {"host_blocks": 1})
+    kind = KINDS[method]
+    right, wrong = OF_KIND[kind]
+    for result in (*right, *wrong):
+        adapter.answers[method] = result
+        adapter.calls.clear()
+        if result in wrong and type(result) is not kind:
+            with pytest.raises(AdapterError, match=f"{method} returned .* it needs {method}"):
+                getattr(made, method)("r1", 2)
+        else:
+            shown = getattr(made, method)("r1", 2)
+            assert shown == (list(result) if kind is list else result)
+        assert adapter.calls == [(method, "r1", 2)]
+
+
+def test_what_only_tiers_have_is_nothing_without_them() -> None:
+    adapter = Recorder(is_loading=True, num_copies=4)
+    vars(adapter).update(promises=SchedulerPromises(), depth=1)
+    for config, loads, number in (({}, False, 0), ({"host_blocks": 1}, True, 4)):
+        made = SchedulerTarget(lambda config: adapter, config)
+        assert (made.is_loading("r1"), made.num_copies()) == (loads, number)
+        assert made.has_tiers == made.is_decode_node == bool(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "depth", "smaller"), [({}, 2, 1), ({"depth": 2}, 3, 2), ({"depth": 3}, 2, 2)]
+)
+def test_a_scheduler_has_as_many_steps_in_flight_as_both_can(
+    config: dict[str, int], depth: int, smaller: int
+) -> None:
+    adapter = Recorder()
+    vars(adapter).update(promises=SchedulerPromises(), depth=depth)
+    assert SchedulerTarget(lambda config: adapter, config).depth == smaller
+
+
+def test_copies_and_results_of_a_scheduler_are_named() -> None:
+    adapter = Recorder(copies=[("r1", "r2", 3, 4)], update=("r1",), receive=("r1", 1, 2, 3, [4]),
+                       schedule=[("r1", 1, 2)])  # fmt: skip
+    vars(adapter).update(promises=SchedulerPromises(), depth=1)
+    made = SchedulerTarget(lambda config: adapter, {})
+    assert made.copies() == {"r1": BlockCopy("r1", "r2", 3, 4)}
+    assert made.receive() == Received("r1", 1, 2, 3, [4])
+    assert made.schedule() == [("r1", 1, 2)] and made.update((5, 6)) == ["r1"]
+    assert adapter.calls[-1] == ("update", [5, 6])
+    vars(adapter)["copies"] = None
+    assert SchedulerTarget(lambda config: adapter, {}).copies() == {}
+
+
+def test_tokens_that_an_update_changes_are_a_violation() -> None:
+    def update(self: Any, tokens: list[int]) -> list[str]:
+        tokens[0] += 1
+        return []
+
+    with pytest.raises(Violation, match=r"update was given \[5\], and changed it to \[6\]"):
+        scheduler_with(update=update).update([5])
