@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radixkv.scheduler.cli.main import main
 from radixkv.spec import CacheSubject, recorded, run, shrink, to_script
 from radixkv.spec.adapters.load_target import load_target
-from radixkv.spec.adapters.recorder import recording
+from radixkv.spec.adapters.recorder import Recording, recording
 from radixkv.spec.harness.findings.known import KnownSubject
 
 from .toys import Leaky
@@ -287,3 +294,131 @@ def test_a_script_keeps_answers_as_they_were(tmp_path: Path) -> None:
     path.write_text("RIGHT = True\n" + LIVE)
     repaired = execute(tmp_path / "script.py", text)
     assert repaired.returncode == 0, (text, repaired.stderr)
+
+
+# Values as text
+
+PLAIN = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text() | st.binary()
+)  # fmt: skip
+VALUES = st.recursive(
+    PLAIN,
+    lambda each: (
+        st.lists(each) | st.lists(each).map(tuple) | st.tuples(each)
+        | st.dictionaries(st.integers() | st.text(), each) | st.frozensets(st.integers())
+    ),
+    max_leaves=5,
+)  # fmt: skip
+
+
+@given(VALUES)
+def test_a_value_is_written_as_an_expression_that_gives_it(value: Any) -> None:
+    log = Recording()
+    assert eval(log.text(value)) == value and not log.imports
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "imports"),
+    [
+        (deque([1, (2,)]), "[1, (2,)]", set()),
+        (SimpleNamespace(a=1, b=[2]), "SimpleNamespace(a=1, b=[2])",
+         {"from types import SimpleNamespace"}),
+        (np.array([1, 2], np.int32), "numpy.array([1, 2], dtype='int32')", {"import numpy"}),
+        ({"a": (Place(1),)}, "{'a': (Place(1, 0),)}", {f"from {__name__} import Place"}),
+    ],
+)  # fmt: skip
+def test_other_values_are_written_with_what_they_need(
+    value: Any, text: str, imports: set[str]
+) -> None:
+    log = Recording()
+    assert (log.text(value), log.imports) == (text, imports)
+
+
+class Echo:
+    """Returns the index, and keeps what is set."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.kept.append((index, value))
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __int__(self) -> int:
+        return 7
+
+
+BOUND = st.none() | st.integers(-9, 9)
+INDEX = st.integers(-9, 9) | st.builds(slice, BOUND, BOUND, BOUND) | st.text(max_size=2)
+
+
+@given(INDEX | st.lists(INDEX, min_size=2, max_size=3).map(tuple), VALUES)
+def test_an_index_is_written_as_an_expression_that_gives_it(index: Any, value: Any) -> None:
+    with recording() as log:
+        echo: Any = recorded(Echo)()
+        found = echo[index]
+        assert not echo and len(echo) == 0 and int(echo) == 7
+        echo[index] = value
+        assert echo and len(echo) == 1
+    _, read, write = log.lines
+    assert eval(read.text, {"echo": Echo()}) == index and read.is_read and not write.is_read
+    assert found == index
+    exec(write.text, {"echo": (other := Echo())})
+    assert other.kept == [(index, value)]
+
+
+class HTTPServerOf:
+    """Has a name of many capital letters, and makes its like."""
+
+    def make(self, *given: Any, **named: Any) -> HTTPServerOf:
+        self.given = given, named
+        return HTTPServerOf()
+
+    def me(self) -> HTTPServerOf:
+        return self
+
+
+def test_objects_are_numbered_by_kind_and_known_again() -> None:
+    with recording() as log:
+        first: Any = recorded(HTTPServerOf)()
+        second, third = first.make(1), first.make()
+        assert first.me() is first and second.me() is second
+        first.make([second, (third, 1)], {"of": third}, key=second)
+    assert [line.text for line in log.lines if line.name] == [
+        "HTTPServerOf()", "httpserver_of.make(1)", "httpserver_of.make()",
+        "httpserver_of.make([httpserver_of2, (httpserver_of3, 1)], {'of': httpserver_of3}, "
+        "key=httpserver_of2)",
+    ]  # fmt: skip
+    names = [line.name for line in log.lines if line.name]
+    assert names == ["httpserver_of", *(f"httpserver_of{number}" for number in (2, 3, 4))]
+
+
+@pytest.mark.parametrize("module", ["folder_of_a_package", "folder_of_a_package.inner.module"])
+def test_a_script_finds_the_folder_of_a_package(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = tmp_path / "folder_of_a_package" / "inner"
+    inner.mkdir(parents=True)
+    for path in (inner.parent / "__init__.py", inner / "__init__.py", inner / "module.py"):
+        path.write_text("class Outer:\n    class Made:\n        pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = importlib.import_module(module).Outer.Made
+    with recording() as log:
+        recorded(made)()
+    assert log.folders == {str(tmp_path)} and log.imports == {f"from {module} import Outer"}
+    assert [line.text for line in log.lines] == ["Outer.Made()"]
+    for name in [each for each in sys.modules if each.startswith("folder_of_a_package")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("made", [Fraction, pytest.MonkeyPatch])
+def test_what_is_installed_needs_no_folder(made: Any) -> None:
+    with recording() as log:
+        recorded(made)()
+    assert not log.folders

@@ -401,3 +401,27 @@ def test_tokens_that_an_update_changes_are_a_violation() -> None:
 
     with pytest.raises(Violation, match=r"update was given \[5\], and changed it to \[6\]"):
         scheduler_with(update=update).update([5])
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        *(
+            (each, "expected package.module:factory or path/to/file.py:factory")
+            for each in ("json", ":loads", "json:", ":", "", "a.py")
+        ),
+        ("json:nothing", "json has no nothing"),
+        ("json:decoder.nothing", "json has no decoder.nothing"),
+        ("json:__name__", "__name__ in json cannot be called, it is 'json'"),
+        ("no_such_module:x", "there is no module no_such_module"),
+        ("json.nothing:x", "there is no module json.nothing"),
+        ("no/such.py:x", "there is no file no/such.py"),
+    ],
+)
+def test_a_target_that_cannot_be_is_told(
+    target: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(TargetError) as caught:
+        load_target(target)
+    assert str(caught.value) == told
