@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from radixkv.spec.harness import random_engine, subjects
 from radixkv.spec.harness.findings.trace_file import read_trace_file
+from radixkv.spec.harness.random_engine import Run
+from radixkv.spec.harness.subjects import SubjectOptions
 
 from . import toys
 
@@ -115,6 +120,55 @@ def test_options_override_the_file(pytester: pytest.Pytester, folder: Path) -> N
     result.stdout.fnmatch_lines(
         ["*kvspec.toml: Leaky has no method report_to; it needs report_to(events) -> None: *"]
     )
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "made", "ran"),
+    [
+        ("", (), ("cache", "api", (), (), ()), (20_000, None)),
+        ('depth = "full"\nsteps = 90\nseed = 0\nblock_sizes = [2, 3]\npool_sizes = [5]\n'
+         'known = ["S2", "A3"]', (), ("cache", "full", (2, 3), (5,), ("S2", "A3")), (90, 0)),
+        ('what = "tiers"', (), ("tiers", "api", (), (), ()), (20_000, None)),
+        ('depth = "full"\nsteps = 90\nseed = 7',
+         ("--kv-depth", "events", "--kv-steps", "30", "--kv-seed", "8", "--kv-scale", "2.5"),
+         ("cache", "events", (), (), ()), (75, 8)),
+        ("steps = 3", ("--kv-scale", "0.5", "--kv-seed", "0"), ("cache", "api", (), (), ()),
+         (1, 0)),
+    ],
+)  # fmt: skip
+def test_each_key_and_option_reaches_the_run(
+    pytester: pytest.Pytester, folder: Path, monkeypatch: pytest.MonkeyPatch,
+    keys: str, options: tuple[str, ...], made: tuple[Any, ...], ran: tuple[int, int | None],
+) -> None:  # fmt: skip
+    noted: list[Any] = []
+
+    def make_subject(what: str, factory: Any, depth: str, options: SubjectOptions) -> str:
+        noted.append((what, depth, options.block_sizes, options.pool_sizes, options.known))
+        return "a subject"
+
+    def run_engine(subject: str, seed: int, num_steps: int) -> Run:
+        noted.append((subject, num_steps, seed))
+        return Run(num_steps, None, Counter(), 1)
+
+    monkeypatch.setattr(subjects, "make_subject", make_subject)
+    monkeypatch.setattr(random_engine, "run", run_engine)
+    monkeypatch.setattr("secrets.randbelow", lambda bound: bound - 1)
+    spec(folder, f'target = "toys.py:Plain"\n{keys}\n')
+    run(pytester, *options).assert_outcomes(passed=1)
+    num_steps, seed = ran
+    assert noted == [made, ("a subject", num_steps, 2**31 - 1 if seed is None else seed)]
+
+
+def test_only_expected_failures_are_told_without_a_traceback(
+    pytester: pytest.Pytester, folder: Path
+) -> None:
+    toys = f"{TOYS}\nclass Odd(Plain):\n    promises = property(lambda self: 1 / 0)\n"
+    (folder / "toys.py").write_text(toys)
+    spec(folder, 'target = "toys.py:Odd"\n')
+    result = run(pytester)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*ZeroDivisionError: *", "*kvspec.toml::fuzz*"])
+    assert "cache_target.py" in result.stdout.str()
 
 
 def test_known_findings_and_sizes(pytester: pytest.Pytester, folder: Path) -> None:

@@ -219,6 +219,18 @@ def test_a_file_is_imported_as_a_script_of_its_folder(
         del sys.modules[name]
 
 
+def test_a_module_is_imported_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "target_of_this_folder.py").write_text("def make(*sizes):\n    return sizes\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", ".")])
+    try:
+        assert load_target("target_of_this_folder:make")(4, 2) == (4, 2)
+    finally:
+        sys.modules.pop("target_of_this_folder", None)
+
+
 @pytest.mark.parametrize("error", ["ValueError('no')", "SystemExit(3)"])
 def test_what_a_factory_raises_is_told_with_its_sizes(error: str, tmp_path: Path) -> None:
     path = tmp_path / "raising_target.py"
