@@ -27,6 +27,8 @@ GAP: Final = (22, 26)
 CHAR: Final = 7.5
 WIDEST: Final = 110
 """Characters in a line."""
+LABEL: Final = 14
+"""Characters in a box."""
 SLOTS: Final = 8
 """Slots of a block that are shown."""
 
@@ -235,8 +237,7 @@ class _Tree:
 
 
 def _cut(text: str) -> str:
-    most = int((BOX[0] - 8) / CHAR)
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return text if len(text) <= LABEL else f"{text[: LABEL - 1]}…"
 
 
 def _strip(canvas: _Canvas, model: CacheModel) -> None:
