@@ -11,6 +11,10 @@ import pytest
 from radixkv import kvcache
 from radixkv.kvcache.prefix import block_tables, radix_tree
 from radixkv.scheduler.fuzz.cache_adapter import CacheAdapter, make_factory
+from radixkv.scheduler.fuzz.kv_events import as_event
+from radixkv.scheduler.fuzz.pool_adapter import PoolAdapter
+from radixkv.scheduler.fuzz.pool_adapter import make_factory as make_pool_factory
+from radixkv.spec.model.events import Cleared, Removed, Stored
 from radixkv.spec.rules.rule import Violation
 
 from .recording import Recorder
@@ -174,3 +178,64 @@ def test_a_match_whose_tokens_change_later_is_found() -> None:
     with pytest.raises(Violation, match="the match of r1 was given") as caught:
         adapter.snapshot()
     assert caught.value.rule.code == "C3"
+
+
+# The pool, and KV events
+
+
+def test_a_pool_gets_each_call() -> None:
+    adapter, recorder = PoolAdapter(kvcache, 4), Recorder(free_ids=np.array([3, 1]))
+    adapter.pool = recorder
+    recorder.answers["allocate"] = np.array([2, 0])
+    assert adapter.allocate(2) == [2, 0] and adapter.free_ids() == [3, 1]
+    assert adapter.recycle([2, 0]) == []
+    adapter.reset()
+    adapter.check()
+    assert recorder.calls == [
+        ("allocate", 2), ("free_ids",), ("recycle", [2, 0]), ("reset",), ("check",)
+    ]  # fmt: skip
+    recorder.answers["allocate"] = kvcache.OutOfBlocksError(2, 1)
+    assert adapter.allocate(2) is None
+    assert sorted(make_pool_factory()(3).free_ids()) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("recycled", [0, 1, 2, 3])
+def test_each_id_is_recycled_or_refused(recycled: int) -> None:
+    adapter = PoolAdapter(kvcache, 4)
+    adapter.pool = Recorder(recycle=kvcache.RecycleError([7, 8], recycled))
+    ids = [7, 8, 1]
+    if recycled == 1:
+        assert adapter.recycle(ids) == [7, 8]
+    else:
+        with pytest.raises(Violation) as caught:
+            adapter.recycle(ids)
+        assert caught.value.rule.code == "F3"
+        assert caught.value.why == f"the error counts {2 + recycled} of 3 ids"
+    assert ids == [7, 8, 1]
+
+
+def test_kv_events_are_shown_as_they_are() -> None:
+    class BlockStored:
+        medium, block_hashes, parent_block_hash = "GPU", [b"a", b"b"], b"c"
+        token_ids, block_size, namespace = np.array([1, 2]), 3, b"n"
+
+    class BlockRemoved:
+        medium, block_hashes = "CPU", [b"d"]
+
+    assert as_event(BlockStored()) == Stored("GPU", [b"a", b"b"], b"c", [1, 2], 3, b"n")
+    assert as_event(BlockRemoved()) == Removed("CPU", [b"d"])
+    assert as_event(kvcache.AllBlocksCleared()) == Cleared()
+
+
+def test_batches_of_events_are_taken_once_and_replayed() -> None:
+    adapter, recorder = recorded()
+    batches = [SimpleNamespace(seq=number, events=[]) for number in range(6)]
+    adapter.records_events = True
+    taken: list[int] = []
+    for batch in batches:
+        recorder.answers["take_events"] = batch
+        taken += [each.seq for each in adapter.kv_events()]  # type: ignore[misc]
+    recorder.answers["take_events"] = None
+    assert adapter.kv_events() == [] and taken == list(range(6))  # type: ignore[misc]
+    assert [each.seq for each in adapter.replay(4)] == [4, 5]  # type: ignore[misc]
+    assert [each.seq for each in adapter.replay(2)] == [2, 3, 4, 5]  # type: ignore[misc]

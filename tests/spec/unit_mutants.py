@@ -154,10 +154,10 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     ),
     "scheduler/fuzz/campaign.py": _tests(_SPEC, "fuzz_options", "fuzz_command"),
     "scheduler/fuzz/handoff_adapter.py": _tests(_SPEC, "our_handoff_adapter", "handoff_spec"),
-    "scheduler/fuzz/kv_events.py": _tests(_SPEC, "cache_spec"),
+    "scheduler/fuzz/kv_events.py": _tests(_SPEC, "our_cache_adapter", "cache_spec"),
     "scheduler/fuzz/lent_tokens.py": _tests(_SPEC, "inputs"),
     "scheduler/fuzz/misuse.py": _tests(_SPEC, "misuse", "cache_spec"),
-    "scheduler/fuzz/pool_adapter.py": _tests(_SPEC, "inputs", "draw", "cache_spec"),
+    "scheduler/fuzz/pool_adapter.py": _tests(_SPEC, "our_cache_adapter", "cache_spec"),
     "scheduler/fuzz/scheduler_adapter.py": _tests(_SPEC, "our_adapters", "scheduler_spec"),
     "scheduler/fuzz/tier_adapter.py": _tests(
         _SPEC, "our_tier_adapter", "misuse", "inputs", "tier_spec"
