@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from radixkv.scheduler.fuzz.cache_adapter import make_factory
+from radixkv.spec.adapters.cache import AdapterError
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import Finding, Operation, Trace, replay
 from radixkv.spec.harness.findings.program import to_program
@@ -137,6 +138,57 @@ def test_a_finding_survives_its_file(tmp_path: Path) -> None:
     assert replay_file(CacheSubject(Plain, "api"), file) is None
 
 
+@pytest.mark.parametrize("known", [(), ("S2", "A3")])
+def test_a_file_has_all_that_is_known_of_its_finding(
+    known: tuple[str, ...], tmp_path: Path
+) -> None:
+    finding = Finding("D1 x", "why", {"num_blocks": 3}, [["admit", "r1"], ["drain"]])
+    file = TraceFile(finding, "tiers", "a:b", "full", known)
+    (path := tmp_path / "a.trace.json").write_text(file.text())
+    assert read_trace_file(path) == file and ("known" in file.to_json()) == bool(known)
+    assert '\n  ["admit", "r1"],\n  ["drain"]\n' in file.text(), "an operation per line"
+    (path := tmp_path / "short.trace.json").write_text(json.dumps(finding.to_json()))
+    assert read_trace_file(path) == TraceFile(finding, "cache", "", "api", ())
+
+
+def test_files_of_other_traces_and_sizes_have_other_names() -> None:
+    def name(why: str, config: dict[str, Any], trace: Trace) -> str:
+        return TraceFile(Finding("D1 x", why, config, trace)).file_name()
+
+    same = name("a", {"x": 1, "y": 2}, [["drain"]])
+    assert same == name("b", {"y": 2, "x": 1}, [["drain"]])
+    assert len({same, name("a", {"x": 1}, [["drain"]]), name("a", {"x": 1, "y": 2}, [])}) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [
+        *((kind("no"), True) for kind in
+          (KeyError, IndexError, ValueError, ZeroDivisionError, AttributeError, TypeError)),
+        *((kind("no"), False) for kind in (AdapterError, AssertionError, OSError)),
+    ],
+)  # fmt: skip
+def test_only_what_a_trace_can_be_the_reason_of_is_told_of_it(
+    error: Exception, is_told: bool
+) -> None:
+    class Raises(Judged):
+        def world(self, config: Any) -> Any:
+            return Raises(self.breaks)
+
+        def apply(self, operation: Operation) -> bool:
+            if operation[0] == "raise":
+                raise error
+            return super().apply(operation)
+
+    subject: Any = Raises(lambda done: False)
+    file = TraceFile(Finding("S1 no-leak", "", {}, [["do"], ["raise", 1], ["do"]]), "tiers")
+    with pytest.raises(TraceFileError if is_told else type(error)) as caught:
+        replay_file(subject, file)
+    if is_told:
+        told = f'operation 2, ["raise", 1], fits no world of a tiers: {error!r}'
+        assert str(caught.value) == told
+
+
 def test_a_replay_ends_where_a_rule_breaks() -> None:
     small = shrink(LEAKY, found(3))
     longer = Finding(small.rule, small.why, small.config, [*small.trace, ["drain"], ["drain"]])
@@ -158,6 +210,14 @@ GOOD = {"format": 1, "rule": "D1 x", "why": "", "config": {}, "trace": [["drain"
         ({**GOOD, "trace": [["drain"], []]}, "operation 2 must be a list that begins with a word"),
         ({**GOOD, "trace": [[1]]}, "operation 1 must be a list that begins with a word"),
         ({**GOOD, "depth": 1}, '"depth" must be a string'),
+        ({**GOOD, "what": None}, '"what" must be a string'),
+        ({**GOOD, "target": []}, '"target" must be a string'),
+        ({**GOOD, "known": "S2"}, '"known" must be a list of strings'),
+        ({**GOOD, "known": ["S2", 3]}, '"known" must be a list of strings'),
+        (
+            {**GOOD, "trace": [["drain"], "drain"]},
+            "operation 2 must be a list that begins with a word",
+        ),
     ],
 )
 def test_a_malformed_file_is_told(tmp_path: Path, document: Any, text: str) -> None:
