@@ -86,6 +86,7 @@ def test_there_is_no_other_message() -> None:
 def test_names_of_attempts_and_parts() -> None:
     assert attempt_name(AttemptKey("r7 #12.3", 4)) == "r7.12.4"
     assert attempt_name(AttemptKey("r7", 4)) == "r7.0.4"
+    assert spec.request_of("r7.12.4") == "r7" == spec.request_of("r7")
     part_id = PartId(KEY, 1, 2, 5, 8)
     assert part_of(part_id) == spec.Part("r1.3.2", 8, part_id)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import deque
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ from radixkv.spec.adapters.scheduler import Received, SchedulerPromises, Submiss
 from radixkv.spec.adapters.scheduler_target import _KINDS as KINDS
 from radixkv.spec.adapters.scheduler_target import SchedulerTarget
 from radixkv.spec.adapters.tier_target import LOOKS, TierTarget
-from radixkv.spec.adapters.tiers import TierManager
+from radixkv.spec.adapters.tiers import Copy, TierManager
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.scheduler.configuration import draw_config
 from radixkv.spec.model.scheduler import BlockCopy
@@ -127,6 +128,21 @@ def test_optional_methods_are_found() -> None:
 
 def test_all_promises() -> None:
     assert all(vars(Promises.all()).values()) and not any(vars(Promises()).values())
+
+
+def test_all_promises_of_a_scheduler_but_for_a_number() -> None:
+    names = {each.name for each in fields(SchedulerPromises)} - {"max_overtaken"}
+    assert SchedulerPromises.all().names() == names and len(names) >= 15
+    assert SchedulerPromises.all().max_overtaken is None
+    assert SchedulerPromises(leaders=True, max_overtaken=1).names() == {"leaders"}
+
+
+@pytest.mark.parametrize(("sources", "destinations", "keys"), [(3, 0, 2), (2, 3, 0), (0, 0, 3)])
+def test_a_copy_has_as_many_blocks_as_its_longest_list(
+    sources: int, destinations: int, keys: int
+) -> None:
+    copy = Copy(1, "out", (0,) * sources, (0,) * destinations, (b"",) * keys)
+    assert copy.num_blocks == 3
 
 
 def test_a_factory_that_makes_no_new_manager_is_told() -> None:
