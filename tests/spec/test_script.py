@@ -7,7 +7,7 @@ import importlib
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -353,6 +353,9 @@ class Echo:
     def __int__(self) -> int:
         return 7
 
+    def __repr__(self) -> str:
+        return "an echo"
+
 
 BOUND = st.none() | st.integers(-9, 9)
 INDEX = st.integers(-9, 9) | st.builds(slice, BOUND, BOUND, BOUND) | st.text(max_size=2)
@@ -363,7 +366,7 @@ def test_an_index_is_written_as_an_expression_that_gives_it(index: Any, value: A
     with recording() as log:
         echo: Any = recorded(Echo)()
         found = echo[index]
-        assert not echo and len(echo) == 0 and int(echo) == 7
+        assert not echo and len(echo) == 0 and int(echo) == 7 and repr(echo) == "an echo"
         echo[index] = value
         assert echo and len(echo) == 1
     _, read, write = log.lines
@@ -371,6 +374,25 @@ def test_an_index_is_written_as_an_expression_that_gives_it(index: Any, value: A
     assert found == index
     exec(write.text, {"echo": (other := Echo())})
     assert other.kept == [(index, value)]
+
+
+def test_an_index_is_written_as_one_writes_it() -> None:
+    with recording() as log:
+        echo: Any = recorded(Echo)()
+        assert echo[1:2, ::3] == (slice(1, 2), slice(None, None, 3)) and echo[-4:] and echo["a", 5]
+    assert [line.text for line in log.lines[1:]] == [
+        "echo[1:2, ::3]", "echo[-4:]", "echo['a', 5]"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", [dict.fromkeys, list, tuple, deque, lambda each: {1: each[0]}])
+def test_what_holds_an_object_is_one(wrap: Callable[[Any], Any]) -> None:
+    with recording() as log:
+        shelf: Any = recorded(Shelf)()
+        held = shelf.mirror(wrap([7]))
+        shelf.mirror(wrap([shelf]))
+    assert held == wrap([7]) and not log.lines[1].name and log.lines[1].result
+    assert log.lines[2].name and not log.lines[2].result
 
 
 class HTTPServerOf:
