@@ -25,4 +25,3 @@ class TiersUnderTest(CacheUnderTest, Protocol):
     parked_requests: dict[str, Any]
     parking: dict[str, Any]
     publisher: str
-    is_releasing: bool

@@ -67,7 +67,6 @@ class TierAdapter(CacheAdapter):
         self._given_up: dict[str, Any] = {}
         self._prefetches: dict[str, Any] = {}
         self._loading: dict[int, str] = {}
-        self.is_releasing = False
         self._forks: dict[str, str] = {}
 
     def _make_manager(self, num_blocks: int, block_size: int) -> Any:
@@ -132,9 +131,7 @@ class TierAdapter(CacheAdapter):
         copy = self.leases[name].loading
         if copy is not None:
             self._loading[copy] = f"op {copy}"
-        self.is_releasing = True
         super().release(name)
-        self.is_releasing = False
 
     def park(self, name: str, tokens: list[int], where: str) -> bool:
         """Park a request; False if that was refused."""

@@ -40,7 +40,7 @@ def report_events(adapter: TiersUnderTest, events: TierEvents) -> None:
     def watched_release(lease: Any) -> None:
         leases = {**adapter.leases, **adapter.parking}
         name = next((name for name, each in leases.items() if each is lease), "")
-        if adapter.is_releasing or not name:
+        if not name:  # the adapter releases it, and no longer knows it
             type(manager).release(manager, lease)
             return
         events.ends(name)
