@@ -27,7 +27,7 @@ from radixkv.scheduler.fuzz.campaign import (
 from radixkv.spec.harness import hypothesis_engine, random_engine
 from radixkv.spec.harness.engine import Finding
 from radixkv.spec.harness.findings.known import MET
-from radixkv.spec.harness.findings.trace_file import read_trace_file
+from radixkv.spec.harness.findings.trace_file import TraceFile, read_trace_file
 from radixkv.spec.harness.random_engine import Run
 from radixkv.spec.harness.subjects import WHATS, SubjectOptions
 
@@ -146,6 +146,20 @@ def test_a_finding_is_written_with_its_origin_and_shrunk_if_it_comes_up_again(
         out = capsys.readouterr().out
         assert f"\nfailed: {rule}: 1,000 steps, 3 cases, 2,000 steps/s, seed 5\n" in out
         assert ("A replay of this trace breaks no rule" in out) != is_shrunk
+
+
+def test_a_replayed_finding_is_shown_as_it_is_in_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"num_blocks": 4, "block_size": 1, "max_running": 2, "alphabet": 1}
+    trace: list[list[Any]] = [["submit", "r7", [1, 1, 1, 1], 0, 0], ["admit", "r7"], ["drain"]]
+    finding = Finding("D1 drained-pool-is-whole", "", sizes, trace)
+    path, again = tmp_path / "found.json", tmp_path / "again.json"
+    path.write_text(TraceFile(finding, "cache", LEAKY).text())
+    assert main(["fuzz", "--replay", str(path), "--json", str(again)]) == 1
+    shown = read_trace_file(again).finding
+    assert (shown.rule, shown.config, shown.trace) == (finding.rule, sizes, trace)
+    assert "    admit(r7)\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error", [AttributeError("no x"), TypeError("no x")])
