@@ -252,7 +252,7 @@ def test_a_campaign_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) 
         now[0] += 2.0
         return Run(num_steps, None, Counter(), 1)
 
-    monkeypatch.setattr(vars(campaign)["time"], "monotonic", lambda: now[0])
+    monkeypatch.setattr(campaign, "time", SimpleNamespace(monotonic=lambda: now[0]))
     done = runs(monkeypatch, made)
     for seconds, num_runs in ((6.0, 3), (5.0, 3), (0.5, 1)):
         done.clear()
