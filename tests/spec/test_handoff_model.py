@@ -467,8 +467,8 @@ def test_a_new_gateway_knows_nothing_of_a_request() -> None:
     model.preempted("r1", "r1.1.1", model.requests["r1"].output())
     model.requests["r1"].failed.add("r1.1.1")
     model.submitted("r1", deadline=20, is_hopeless=True)
-    kept = {"r1.1.1": PROMPT}
-    fresh = Request(PROMPT, 2, seed=1, deadline=20, is_hopeless=True, prompts=kept)
+    fresh = Request(PROMPT, 2, seed=1, deadline=20, is_hopeless=True)
+    fresh.prompts["r1.1.1"] = PROMPT
     assert model.requests["r1"] == fresh
 
 

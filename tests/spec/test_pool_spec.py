@@ -113,7 +113,8 @@ class ResetsNotAll(Right):
 
 class Raises(Right):
     def recycle(self, ids: list[int]) -> list[int]:
-        return super().recycle(ids) if ids else [*{}[0]]
+        assert ids, "nothing to recycle"
+        return super().recycle(ids)
 
 
 class Exits(Right):

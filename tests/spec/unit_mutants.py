@@ -49,11 +49,13 @@ _MIXED: Final = _tests(
 )  # fmt: skip
 _SIDES: Final = _tests(_HANDOFF, "sides", "decode_side", "deferred_asks", "prefill_ends",
                        "decode_admission", "scenarios")  # fmt: skip
-_SPEC_CACHE: Final = _tests(_SPEC, "cache_model", "events", "traffic", "misuse", "cache_spec",
-                            "designs")  # fmt: skip
+_SPEC_CACHE: Final = _tests(
+    _SPEC, "cache_model", "events", "guards", "traffic", "misuse", "cache_spec", "designs"
+)
 _SPEC_TIERS: Final = _tests(_SPEC, "residency", "traffic", "tier_spec", "tier_planted")
-_SPEC_SCHEDULER: Final = _tests(_SPEC, "traffic", "scheduler_designs", "tiered_scheduler_spec",
-                                "scheduler_spec")  # fmt: skip
+_SPEC_SCHEDULER: Final = _tests(
+    _SPEC, "traffic", "guards", "scheduler_designs", "tiered_scheduler_spec", "scheduler_spec"
+)
 _SPEC_HANDOFF: Final = _tests(_SPEC, "handoff_model", "traffic", "handoff_spec", "handoff_planted")
 
 HUNTED: Final[dict[str, tuple[str, ...]]] = {
