@@ -65,14 +65,11 @@ class Consumers:
     def _catch_up(self, batch: Batch) -> None:
         """Receive a batch after one that was missed."""
         missing = self.some.missing_before(batch.seq)
-        if missing:
-            again = [each for each in self._source.replay(missing.start) if each.seq <= batch.seq]
-            wanted = [*missing, batch.seq]
-            numbers = [each.seq for each in again]
-            require(numbers == wanted, K8, "a replay has batches {}, not {}", numbers, wanted)
-            for each in again:
-                self.some.receive(each)
-        self.some.receive(batch)
+        again = [each for each in self._source.replay(missing.start) if each.seq <= batch.seq]
+        numbers, wanted = [each.seq for each in again], [*missing, batch.seq]
+        require(numbers == wanted, K8, "a replay has batches {}, not {}", numbers, wanted)
+        for each in again:
+            self.some.receive(each)
         same = self.some.consumer.held == self.all.consumer.held
         require(same, K8, "a consumer that had a replay has {}, the other {}",
                 self.some.consumer.held, self.all.consumer.held)  # fmt: skip

@@ -178,3 +178,103 @@ def test_a_request_that_ends_needs_no_step_in_flight() -> None:
     assert model.flights == [{1, 2, 3}]
     model.reset()
     assert model.flights == []
+
+
+def test_a_block_is_evicted_once() -> None:
+    model = running(Promises(frees_at_once=True), "r1")
+    model.published("r1", [0, 1])
+    model.ended("r1")
+    assert code(model.evicted, [1, 1]) == "E1"
+
+
+def test_a_refused_request_gets_no_block() -> None:
+    for blocks in ([], [0]):
+        model = CacheModel(6, 1, Promises())
+        model.arrive("r1", Holding([1], ROOT), [], 1)
+        model.allocated("r1", blocks)
+        if blocks:
+            assert code(model.refuse, "r1") == "A8"
+        else:
+            model.refuse("r1")
+            assert not model.holdings
+
+
+def test_private_blocks_are_taken_from_a_table_in_order() -> None:
+    model = running(Promises(), "r1")
+    model.published("r1", [0])
+    model.allocated("r1", [4])
+    holding = model.holdings["r1"]
+    assert holding.take_private() == [1, 4] and holding.table == [0]
+    assert holding.take_private() == []
+
+
+@pytest.mark.parametrize("hits_all", [True, False])
+def test_a_hit_is_due_only_if_it_is_promised(hits_all: bool) -> None:
+    for num_hit in range(4):
+        model = running(Promises(hits_all=hits_all), "r1", path=[1, 2, 3])
+        model.published("r1", [0, 1])
+        model.arrive("r2", Holding([1, 2, 3], ROOT), [1, 2], 1)
+        model.allocated("r2", [4])
+        if num_hit > 2 or (hits_all and num_hit < 2):
+            assert code(model.hit, "r2", num_hit) == ("H1" if num_hit > 2 else "H2")
+            continue
+        model.hit("r2", num_hit)
+        holding = model.holdings["r2"]
+        assert holding.table == [*range(num_hit), 4] and holding.computed == num_hit
+
+
+@pytest.mark.parametrize("num_computed", range(5))
+def test_a_block_is_published_when_all_of_its_tokens_are_computed(num_computed: int) -> None:
+    model = CacheModel(6, 2, Promises())
+    model.arrive("r1", Holding([1, 2], ROOT), [], 2)
+    model.allocated("r1", [0, 1])
+    model.hit("r1", 0)
+    model.holdings["r1"].computed = num_computed
+    for depth in (0, 1):
+        if num_computed < 2 * (depth + 1):
+            assert code(model.published, "r1", [depth]) == "P3"
+        else:
+            model.published("r1", [depth])
+            assert code(model.published, "r1", [depth]) == "P1"
+
+
+def test_an_eviction_takes_what_is_missing() -> None:
+    """The free blocks count, and those that the same call has evicted before."""
+    for needed in range(8):
+        model = running(Promises(evicts_exactly=True, frees_at_once=True), "r1")
+        model.published("r1", [0, 1])
+        model.ended("r1")
+        model.needed = needed
+        for number, block in enumerate((1, 0)):
+            if needed <= 4 + number:
+                assert code(model.evicted, [block]) == "E5"
+                break
+            model.evicted([block])
+
+
+def test_the_steps_in_flight_end_in_order() -> None:
+    model = running(Promises(), "r1")
+    model.begin_step()
+    model.allocated("r1", [4])
+    model.begin_step()
+    assert model.flights == [{0, 1}, {0, 1, 4}]
+    model.end_step()
+    assert model.flights == [{0, 1, 4}]
+
+
+def test_the_later_use_is_the_more_recent_one() -> None:
+    for order in ([0, 2], [2, 0]):
+        model = CacheModel(6, 1, Promises(lru=True))
+        for name, block in (("r1", 0), ("r2", 2)):
+            model.arrive(name, Holding([block + 1], ROOT), [], 1)
+            model.allocated(name, [block])
+            model.hit(name, 0)
+            model.holdings[name].computed = 1
+            model.published(name, [block])
+        for name in ("r1", "r2"):
+            model.ended(name)
+        for block in order:
+            model.used([block])
+        model.actor = ""
+        assert code(model.evicted, [order[1]]) == "E4"
+        model.evicted([order[0]])

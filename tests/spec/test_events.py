@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.spec.harness.events import Consumers
+from radixkv.spec.harness.events import Consumers, check_index
 from radixkv.spec.model.events import (
     Batch,
     Cleared,
@@ -188,3 +188,91 @@ def test_consumers_of_a_wrong_source(batches: list[Batch], num_kept: int, code: 
 
 def test_there_are_enough_rules() -> None:
     assert [rule.code for rule in EVENT_RULES] == [f"K{number}" for number in range(1, 10)]
+
+
+def test_names_that_are_remembered_are_those_that_no_tier_has() -> None:
+    """The oldest of them is forgotten: no block of a tier, and none from before a reset."""
+    other = Stored("GPU", [21, 22], None, [7, 8, 9, 9], 2)
+    again: list[Event] = [FIRST, Removed("GPU", [12]), Cleared(), FIRST]
+    restored: list[Event] = [FIRST, Removed("GPU", [12]), Stored("GPU", [12], 11, [3, 4], 2)]
+    for events in (again, restored):
+        events += [other, Removed("GPU", [22])]
+        consumer = Consumer(most_removed=1)
+        for event in events:
+            consumer.apply(event)
+        assert consumer.prefixes("GPU") == {(b"", (1, 2)), (b"", (1, 2, 3, 4)), (b"", (7, 8))}
+        assert consumer.prefix(22) == (b"", (7, 8, 9, 9))
+
+
+def test_another_block_size_is_reported_once() -> None:
+    found: list[str] = []
+    consumer = Consumer(lambda rule, why: found.append(f"{rule.code} {why}"))
+    for number in (11, 12, 13):
+        size = 2 if number == 11 else 1
+        consumer.apply(Stored("GPU", [number], None, [number] * size, size))
+    assert found == ["K6 GPU stores blocks of 1 tokens, after blocks of 2"]
+
+
+def test_the_first_block_after_one_that_is_not_known_is_named() -> None:
+    with pytest.raises(Violation, match="CPU stores 13 after 12, not known"):
+        consume(Stored("CPU", [13, 14], 12, [5, 6, 7, 8], 2))
+
+
+class Said:
+    """A source of batches, of which a replay may say something else."""
+
+    def __init__(self, *batches: list[Event]) -> None:
+        self.new = [Batch(seq, events) for seq, events in enumerate(batches)]
+        self.old = list(self.new)
+
+    def kv_events(self) -> list[Batch]:
+        new, self.new = self.new, []
+        return new
+
+    def replay(self, seq: int) -> list[Batch]:
+        return self.old[seq:]
+
+
+ALL = {"GPU": {(b"", (1, 2)), (b"", (1, 2, 3, 4))}}
+
+
+def check_source(source: Said, rule: str) -> None:
+    if not rule:
+        Consumers(source).check(ALL)
+        return
+    with pytest.raises(Violation) as caught:
+        Consumers(source).check(ALL)
+    assert caught.value.rule.code == rule
+
+
+def test_a_replay_says_what_was_said() -> None:
+    source = Said([FIRST], [], [])
+    check_source(source, "")
+    for wrong, rule in (
+        ([Batch(0, [])], "K8"),  # a batch is missing
+        ([Batch(0, []), Batch(1, [])], "K8"),  # it is there, with other events
+        ([Batch(1, []), Batch(0, [FIRST])], "K8"),
+        ([Batch(0, [FIRST]), Batch(1, [])], ""),
+    ):
+        source = Said([FIRST], [])
+        source.old = wrong
+        check_source(source, rule)
+
+
+def test_a_prefix_keeps_its_name() -> None:
+    again = Stored("GPU", [11, 99], None, [1, 2, 3, 4], 2)
+    check_source(Said([FIRST], [Cleared(), FIRST]), "")
+    check_source(Said([FIRST], [Cleared(), again]), "K2")
+    check_source(Said([again, Cleared()], [FIRST]), "")  # nobody has seen the other name
+
+
+@pytest.mark.parametrize(
+    ("index", "is_right"), [([1, 2], True), ([1], False), ([1, 3], False), ([1, 2, 3], False)]
+)
+def test_an_index_has_the_blocks_of_its_node(index: list[int], is_right: bool) -> None:
+    if is_right:
+        check_index({"GPU": index}, {"GPU": 2, "CPU": 0}, {"GPU": [2]})
+        return
+    with pytest.raises(Violation) as caught:
+        check_index({"GPU": index}, {"GPU": 2, "CPU": 0}, {"GPU": [2]})
+    assert caught.value.rule.code == "K9"

@@ -242,7 +242,7 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "spec/harness/tiers/world.py": _SPEC_TIERS,
     "spec/model/cache.py": _SPEC_CACHE,
     "spec/model/events.py": _SPEC_CACHE,
-    "spec/model/ghost.py": _SPEC_CACHE,
+    "spec/model/ghost.py": _tests(_SPEC, "ghost"),
     "spec/model/handoff.py": _SPEC_HANDOFF,
     "spec/model/promises.py": _SPEC_CACHE,
     "spec/model/scheduler.py": _SPEC_SCHEDULER,
