@@ -46,6 +46,10 @@ def consume(*events: Event) -> Consumer:
             "[K6 stored-blocks-are-whole] GPU stores 3 tokens in 1 blocks of 2",
         ),
         (
+            [Stored("GPU", [11], None, [], 0)],
+            "[K6 stored-blocks-are-whole] GPU stores 0 tokens in 1 blocks of 0",
+        ),
+        (
             [Stored("GPU", [], 77, [], 2)],
             "[K6 stored-blocks-are-whole] GPU stores 0 tokens in 0 blocks of 2",
         ),

@@ -52,9 +52,17 @@ _SIDES: Final = _tests(_HANDOFF, "sides", "decode_side", "deferred_asks", "prefi
 _SPEC_CACHE: Final = _tests(
     _SPEC, "cache_model", "events", "guards", "traffic", "misuse", "cache_spec", "designs"
 )
-_SPEC_TIERS: Final = _tests(_SPEC, "residency", "traffic", "tier_spec", "tier_planted")
+_SPEC_TIERS: Final = _tests(
+    _SPEC, "residency", "tier_model", "traffic", "tier_spec", "tier_planted"
+)
 _SPEC_SCHEDULER: Final = _tests(
-    _SPEC, "traffic", "guards", "scheduler_designs", "tiered_scheduler_spec", "scheduler_spec"
+    _SPEC,
+    "scheduler_model",
+    "traffic",
+    "guards",
+    "scheduler_designs",
+    "tiered_scheduler_spec",
+    "scheduler_spec",
 )
 _SPEC_HANDOFF: Final = _tests(_SPEC, "handoff_model", "traffic", "handoff_spec", "handoff_planted")
 

@@ -1,0 +1,166 @@
+"""The model of a scheduler, driven by hand: what a decision and a state may not say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from radixkv.spec.model.scheduler import Limits, Request, SchedulerModel, Step, root_tag
+from radixkv.spec.model.scheduler_policies import led_blocks, next_block, reserve
+from radixkv.spec.rules.rule import Violation
+
+LIMITS = Limits(
+    num_blocks=8, block_size=2, token_budget=6, max_running=2, reserve_tokens=0,
+    prefix_cache=True, promised=(),
+)  # fmt: skip
+
+
+def code(call: Callable[..., object], *arguments: object) -> str:
+    """Return the rule that a call breaks; "" if none."""
+    try:
+        call(*arguments)
+    except Violation as violation:
+        return violation.rule.code
+    return ""
+
+
+def request(name: str, prompt: list[int], more: int = 3, order: int = 0) -> Request:
+    return Request(name, prompt, more, (order,), root_tag(0), alphabet=3)
+
+
+def model_of(*requests: Request, **limits: Any) -> SchedulerModel:
+    """A model in which some requests wait."""
+    model = SchedulerModel(replace(LIMITS, **limits))
+    for each in requests:
+        model.submit(each, accepted=True)
+    return model
+
+
+def admits(model: SchedulerModel, *chunks: tuple[str, int, int], **changed: Any) -> Step:
+    """A decision that admits the requests of some chunks, without hits, into blocks of their own."""
+    names = [name for name, _, _ in chunks]
+    admitted = [model.live[name] for name in dict.fromkeys(names)]
+    tables = {
+        each.name: [4 * place + block for block in range(model.blocks_for(len(each.tokens)))]
+        for place, each in enumerate(admitted)
+    }
+    none = dict.fromkeys(tables, 0)
+    planned = [(model.live[name], start, length) for name, start, length in chunks]
+    step = Step(planned, admitted, tables, admitted, [], none, none, available=8, left=4)
+    for name, value in changed.items():
+        setattr(step, name, value)
+    return step
+
+
+@pytest.mark.parametrize(
+    ("chunks", "changed", "rule"),
+    [
+        ([("r1", 0, 3)], {}, ""),
+        ([("r1", 0, 2)], {}, ""),
+        ([("r1", 0, 2), ("r2", 0, 4)], {}, ""),
+        ([], {}, "Q14"),
+        ([], {"num_copies": 1}, ""),  # it waits for a copy
+        ([("r1", 0, 3), ("r2", 0, 4)], {}, "Q15"),
+        ([("r1", 0, 1), ("r2", 0, 1), ("r3", 0, 1)], {}, "Q16"),
+        ([("r1", 0, 1), ("r1", 1, 1)], {}, "Q19"),  # two chunks
+        ([("r1", 0, 4)], {}, "Q19"),  # more than there is
+        ([("r1", 1, 1)], {}, "Q19"),  # a gap
+        ([("r1", 0, 0)], {}, "Q19"),
+        ([("r1", 0, 3)], {"tables": {"r1": [0]}}, "Q20"),
+        ([("r1", 0, 3)], {"tables": {"r1": [1, 1]}}, "Q20"),
+        ([("r1", 0, 3)], {"begun": {"r1": 2}}, "Q10"),
+        ([("r1", 2, 1)], {"begun": {"r1": 2}, "hits": {"r1": 2}}, ""),
+        ([("r1", 2, 1)], {"begun": {"r1": 1}, "hits": {"r1": 1}}, "Q10"),
+        ([("r1", 0, 3)], {"begun": {}}, "Q19"),  # it waits for its copies
+        ([("r1", 0, 3)], {"admitted": [], "begun": {}}, "Q2"),  # it waits for blocks
+    ],
+)  # fmt: skip
+def test_what_a_decision_may_say(
+    chunks: list[tuple[str, int, int]], changed: dict[str, Any], rule: str
+) -> None:
+    model = model_of(request("r1", [0, 1, 2]), request("r2", [1] * 4), request("r3", [2] * 2))
+    assert code(model.decide, admits(model, *chunks, **changed)) == rule
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "computed", "available", "rule"),
+    [
+        (["r1"], ["r2"], 2, 6, ""),
+        (["r1", "r2"], [], 2, 6, "Q2"),
+        (["r1"], [], 2, 6, "Q2"),
+        (["r1"], ["r2", "r2"], 2, 6, "Q2"),
+        (["r1"], ["r2"], 1, 6, "Q19"),
+        (["r1"], ["r2"], 2, 7, "Q36"),
+        (["r1"], ["r2"], 2, 5, "Q36"),
+    ],
+)
+def test_what_a_state_may_say(
+    running: list[str], waiting: list[str], computed: int, available: int, rule: str
+) -> None:
+    first, second = request("r1", [0, 1, 2]), request("r2", [1])
+    model = model_of(first, second, promised=("exact",))
+    step = admits(model, ("r1", 0, 2))
+    for act in (model.decide, model.launch, model.compute):
+        act(step)
+    model.complete(step, [])
+    tables = {"r1": [0, 1], "r2": []}
+    state: tuple[Any, ...] = running, waiting, tables, {"r1": computed, "r2": 0}, available, {}
+    assert code(model.settle, *state) == rule
+
+
+def test_a_request_reads_through_blocks_that_it_has() -> None:
+    model = model_of(request("r1", [0, 1, 2]))
+    first = model.live["r1"]
+    for position in range(3):
+        model.device.append([5, 6], position, first.tags[position])
+    for end, table in product(range(4), ([5, 6], [5], [])):
+        due = "" if 2 * len(table) >= end else "Q20"
+        assert code(model.read, first, table, end, "now") == due
+    assert code(model.read, first, [6, 5], 3, "now") == "Q22"
+
+
+@pytest.mark.parametrize("num_more", range(1, 15))
+def test_a_request_is_refused_if_it_can_never_fit(num_more: int) -> None:
+    """The KV of the last token is never written."""
+    for accepted in (True, False):
+        model = SchedulerModel(LIMITS)
+        fits = 3 + num_more - 1 <= 16
+        each = request("r1", [0, 1, 2], num_more)
+        assert code(model.submit, each, accepted) == ("" if fits == accepted else "Q1")
+
+
+def test_a_leader_computes_its_next_block() -> None:
+    leader, other = request("r1", [0, 1, 2, 0, 1]), request("r2", [0, 1, 2, 0, 2])
+    model = model_of(leader, other, promised=("leaders",))
+    for computed, block in ((0, 1), (1, 1), (2, 3), (3, 3), (4, None)):
+        leader.computed, leader.target = computed, 5
+        due = leader.tags[block] if block else None
+        assert next_block(model, leader) == due
+        assert led_blocks(model, other, [leader]) == ({due} - {None})
+    leader.computed, leader.target = 2, 2  # it decodes
+    assert next_block(model, leader) is None
+    for limits in ({"prefix_cache": False}, {"promised": ()}):
+        model = model_of(request("r1", [0, 1, 2]), **{"promised": ("leaders",), **limits})
+        model.live["r1"].target = 3
+        assert next_block(model, model.live["r1"]) is None
+
+
+@pytest.mark.parametrize("horizon", [None, 0, 1, 2, 3, 4])
+def test_what_must_be_left_for_running_requests(horizon: int | None) -> None:
+    """Each may grow within the horizon; and one can run to its end if the others are preempted."""
+    one, two = request("r1", [0, 1, 2], 7), request("r2", [1, 1], 2)
+    model = model_of(one, two, reserve_tokens=horizon)
+    model.tables = {"r1": [0, 1], "r2": [4]}
+    one.phase = two.phase = "running"
+    one.computed, two.computed = 2, 0
+    growth, lack = reserve(model, [one, two])
+    tokens = 9 if horizon is None else min(9, 3 + horizon)
+    both = -(-tokens // 2) - 2 + (horizon != 0)
+    # The first one shares a block of five; each of them has a private one.
+    assert (growth, lack) == (both, 4 - 2)
+    two.phase = "waiting"
+    assert reserve(model, [one, two])[1] == 4 - 1

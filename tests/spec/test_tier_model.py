@@ -1,0 +1,144 @@
+"""The model of the tiers, driven by hand: the owners of host blocks, and the uses of prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from radixkv.spec.model.promises import Promises
+from radixkv.spec.model.tiers.operations import TierModel
+from radixkv.spec.model.tiers.residency import Prefixes, Residency
+from radixkv.spec.model.tiers.uses import HostOrder, WriteThrough
+from radixkv.spec.rules.rule import Violation
+
+NOTHING = Residency({}, {}, {}, frozenset(), 0, ())
+
+
+def code(call: Callable[..., object], *arguments: object) -> str:
+    """Return the rule that a call breaks; "" if none."""
+    try:
+        call(*arguments)
+    except Violation as violation:
+        return violation.rule.code
+    return ""
+
+
+def host_of(state: str) -> TierModel:
+    """A model whose host block 3 is in a state."""
+    model = TierModel(4, 1, Promises.all())
+    if state != "free":
+        model.host_allocated([3])
+    if state not in ("free", "new"):
+        model.dispatched("op 1", [3], [])
+    if state in ("cached", "read"):
+        model.written("op 1", [3])
+    if state == "read":
+        model.dispatched("op 2", [], [3])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("state", "allocated", "freed", "written", "read"),
+    [
+        ("free", "", "T42", "T11", "T10"),
+        ("new", "T42", "", "", ""),
+        ("being written", "T42", "T11", "T11", ""),
+        ("cached", "T42", "", "T11", ""),
+        ("read", "T42", "T10", "T11", ""),
+    ],
+)
+def test_what_may_happen_to_a_host_block(
+    state: str, allocated: str, freed: str, written: str, read: str
+) -> None:
+    assert code(host_of(state).host_allocated, [3]) == allocated
+    assert code(host_of(state).host_freed, [3]) == freed
+    assert code(host_of(state).dispatched, "op 3", [3], []) == written
+    assert code(host_of(state).dispatched, "op 3", [], [3]) == read
+    assert code(host_of(state).host_allocated, [1, 2]) == ""
+
+
+def test_a_fence_ends_what_its_operation_does_and_no_other() -> None:
+    for op, may_free in (("op 1", ""), ("op 2", "T11")):
+        model = host_of("being written")
+        model.fenced(op)
+        assert code(model.host_freed, [3]) == may_free
+    for op, may_free in (("op 2", ""), ("op 1", "T10")):
+        model = host_of("read")
+        model.fenced(op)
+        assert code(model.host_freed, [3]) == may_free
+
+
+def test_an_operation_is_abandoned_once() -> None:
+    model = TierModel(4, 1, Promises.all())
+    assert code(model.abandoned, "op 1") == "T41"
+
+
+def prefixes_of(*path: int) -> Prefixes:
+    """Prefixes of one path: each follows the one before."""
+    prefixes = Prefixes()
+    for depth, tag in enumerate(path):
+        prefixes.depth[tag], prefixes.parent[tag] = depth, path[depth - 1] if depth else 0
+        prefixes.path[tag] = [*path[: depth + 1]]
+    return prefixes
+
+
+@pytest.mark.parametrize(
+    ("copied", "num_free", "rule"),
+    [
+        ({11: 1, 12: 2}, 2, ""),
+        ({}, 1, ""),  # there is room for one of two
+        ({}, 2, "T19"),
+        ({11: 1, 12: 2, 13: 3}, 0, "T18"),  # nobody asked for the last one
+        ({11: 9}, 0, "T19"),  # another block than that on the device
+    ],
+)
+def test_what_is_written_through(copied: dict[int, int], num_free: int, rule: str) -> None:
+    through = WriteThrough(0, is_on=True)
+    through.published([11, 12])
+    before = Residency({11: 1, 12: 2, 13: 3}, {}, {}, frozenset(), num_free, ())
+    offloading = dict.fromkeys(copied, 0)
+    now = Residency(before.device, {}, offloading, frozenset(), num_free - len(copied), ())
+    prefixes = prefixes_of(11, 12, 13)
+    assert code(through.check, before, now, copied, prefixes) == rule
+    if not rule:
+        assert code(through.check, before, before, {}, prefixes) == "", "it was asked once"
+
+
+@pytest.mark.parametrize("num_hits", [0, 1, 2])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_block_is_due_after_its_hits(num_hits: int, is_on: bool) -> None:
+    device = Residency({11: 1}, {}, {}, frozenset(), 1, ())
+    for number in range(3):
+        through = WriteThrough(num_hits, is_on=is_on)
+        through.published([11])
+        for _ in range(number):
+            through.hit([11], device)
+        is_due = is_on and number >= num_hits
+        found = code(through.check, device, device, {}, prefixes_of(11))
+        assert found == ("T19" if is_due else "")
+
+
+def test_hits_of_what_the_host_has_do_not_count() -> None:
+    for there in (
+        Residency({11: 1}, {11: 5}, {}, frozenset(), 1, ()),
+        Residency({11: 1}, {}, {11: 5}, frozenset(), 1, ()),
+    ):
+        through = WriteThrough(1, is_on=True)
+        through.hit([11], there)
+        assert not through.hits[11]
+
+
+def test_the_host_drops_in_the_order_of_uses() -> None:
+    order = HostOrder()
+    order.use([11, 12])
+    order.use([13])
+    for idle, rule in (
+        ([11, 12, 13], ""), ([12, 11, 13], ""), ([13, 11], "T23"), ([11, 13, 12], "T23"),
+        ([13, 14], "T23"),
+    ):  # fmt: skip
+        assert code(order.check, idle) == rule
+    order.touch([11])
+    assert code(order.check, [12, 13, 11]) == "", "a copy may count as a use"
+    assert code(order.check, [11, 12, 13]) == "", "and need not"
+    assert code(order.check, [13, 12]) == "T23"
