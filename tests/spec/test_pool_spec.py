@@ -37,8 +37,32 @@ class Right:
 
 
 class RefusesTheLast(Right):
+    """Of the two pools of a world, the first one."""
+
+    num_made = 0
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        RefusesTheLast.num_made += 1
+        self.is_first = RefusesTheLast.num_made % 2 == 1
+
     def allocate(self, num_blocks: int) -> list[int] | None:
-        return None if num_blocks == len(self.free) else super().allocate(num_blocks)
+        is_refused = self.is_first and num_blocks == len(self.free)
+        return None if is_refused else super().allocate(num_blocks)
+
+
+class RefusesAll(Right):
+    """Of the two pools of a world, the second one is asked for all that is free."""
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        return None if num_blocks == self.num_blocks > 1 else super().allocate(num_blocks)
+
+
+class RefusesTheFirst(Right):
+    """It refuses one block of several, and never all of them."""
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        return None if num_blocks == 1 < len(self.free) else super().allocate(num_blocks)
 
 
 class GivesTooMany(Right):
@@ -130,7 +154,7 @@ class ChecksItself(Right):
 
 
 RULE_OF = {
-    RefusesTheLast: "F5", GivesTooMany: "F5", GivesTwice: "F5", GivesWhatIsTaken: "F5",
+    RefusesTheLast: "F5", RefusesTheFirst: "F5", RefusesAll: "F5", GivesTooMany: "F5", GivesTwice: "F5", GivesWhatIsTaken: "F5",
     KeepsTheOrder: "C3", TellsNothing: "F3", TellsAll: "F3", TakesTheLast: "F3",
     LosesOneOfMany: "W1", LosesOneAlone: "F4", ResetsNotAll: "W1", Raises: "S4", Exits: "S4",
     ChecksItself: "W6",

@@ -41,7 +41,7 @@ def model_of(*requests: Request, **limits: Any) -> SchedulerModel:
 
 
 def admits(model: SchedulerModel, *chunks: tuple[str, int, int], **changed: Any) -> Step:
-    """A decision that admits the requests of some chunks, without hits, into blocks of their own."""
+    """A decision that admits the requests of some chunks, without hits, into own blocks."""
     names = [name for name, _, _ in chunks]
     admitted = [model.live[name] for name in dict.fromkeys(names)]
     tables = {

@@ -25,3 +25,13 @@ def test_a_world_draws_what_is_committed(what: What, committed: dict[What, Traff
             f"if it is meant: python -m tests.spec.traffic > tests/spec/{COMMITTED.name}"
         )
     assert found.keys() == wanted.keys()
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_a_world_is_what_its_configuration_says(what: What) -> None:
+    subject = subject_of(what)
+    config = subject.configure(lambda bound: bound - 1)
+    world = subject.world(dict(config))
+    assert world.config == config
+    assert {operation.word for operation in world.table} <= {each.word for each in subject.table}
+    assert world.picture() and world.apply(["drain"])
