@@ -88,7 +88,7 @@ class PoolWorld:
         self.free -= given
         # The second pool may choose other ids; it frees the ids that the first did not take.
         everything = self.twin.allocate(len(self.free) + num_blocks)
-        require(everything is not None, F5, "all {} refused", len(self.free) + num_blocks)
+        require(everything is not None, F5, "all free blocks refused")
         for block in everything or ():
             if block not in given:
                 self.twin.recycle([block])
@@ -139,8 +139,9 @@ def some_ids(world: PoolWorld, name: str, below: Below) -> list[int]:
     taken = sorted(set(range(1, world.num_blocks + 1)) - world.free)
     number = below(len(taken) + 1)
     ids = [taken.pop(below(len(taken))) for _ in range(number)]
-    for _ in range(1 + below(2) if below(4) == 0 else 0):
-        ids.insert(below(len(ids) + 1), below(world.num_blocks + 3) - 1)
+    if below(4) == 0:
+        for _ in range(1 + below(2)):
+            ids.insert(below(len(ids) + 1), below(world.num_blocks + 3) - 1)
     return ids
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from radixkv.spec.harness.engine import replay
 from radixkv.spec.harness.pool_world import PoolSubject
 from radixkv.spec.harness.random_engine import run
 
@@ -154,7 +155,8 @@ class ChecksItself(Right):
 
 
 RULE_OF = {
-    RefusesTheLast: "F5", RefusesTheFirst: "F5", RefusesAll: "F5", GivesTooMany: "F5", GivesTwice: "F5", GivesWhatIsTaken: "F5",
+    RefusesTheLast: "F5", RefusesTheFirst: "F5", RefusesAll: "F5",
+    GivesTooMany: "F5", GivesTwice: "F5", GivesWhatIsTaken: "F5",
     KeepsTheOrder: "C3", TellsNothing: "F3", TellsAll: "F3", TakesTheLast: "F3",
     LosesOneOfMany: "W1", LosesOneAlone: "F4", ResetsNotAll: "W1", Raises: "S4", Exits: "S4",
     ChecksItself: "W6",
@@ -170,3 +172,15 @@ def test_a_wrong_pool_breaks_its_rule(wrong: type[Right]) -> None:
     for seed in range(3):
         finding = run(PoolSubject(wrong), seed, 20_000).finding
         assert finding is not None and finding.rule.split()[0] == RULE_OF[wrong], finding
+
+
+def test_all_blocks_are_allocated_at_the_end() -> None:
+    violation = replay(PoolSubject(RefusesAll), {"num_blocks": 3}, [["drain"]])
+    assert violation is not None and violation.rule.code == "F5"
+
+
+def test_a_picture_shows_every_block() -> None:
+    world = PoolSubject(Right).world({"num_blocks": 4})
+    world.pool.allocate = lambda num_blocks: [1, 4]  # type: ignore[method-assign]
+    world.allocate(2)
+    assert world.picture() == "blocks |x..x|  . free  x allocated"
