@@ -160,6 +160,82 @@ class Wordy(MixedAdapter):
         return ["r1"]
 
 
+class Mine(MixedAdapter):
+    """Ours, with a wrong answer in each class below."""
+
+    def __init__(self, config: dict[str, object]) -> None:
+        super().__init__(config, load_scheduler(None), SchedulerPromises())
+
+
+class RunsNobody(Mine):
+    def running(self) -> list[str]:
+        return [*super().running(), "r9"]
+
+
+class ComputesNobody(Mine):
+    def schedule(self) -> list[tuple[str, int, int]]:
+        return [*super().schedule(), ("r9", 0, 1)]
+
+
+class ComputesTwice(Mine):
+    def schedule(self) -> list[tuple[str, int, int]]:
+        return [(name, start, 1) for name, start, _ in super().schedule()[:1] * 2]
+
+
+class WaitsForNobody(Mine):
+    def waiting(self) -> list[str]:
+        return [*super().waiting(), "r9"]
+
+
+class AbortsAgain(Mine):
+    def abort(self, name: str) -> bool:
+        super().abort(name)
+        return True
+
+
+class AbortsNothing(Mine):
+    def abort(self, name: str) -> bool:
+        super().abort(name)
+        return False
+
+
+class AbortsForAnotherReason(Mine):
+    def reason(self, name: str) -> Any:
+        return "stop" if super().reason(name) == "abort" else super().reason(name)
+
+
+class ComputesMoreThanItSays(Mine):
+    def num_computed(self, name: str) -> int:
+        return super().num_computed(name) - (super().num_computed(name) > 2)
+
+
+class KeepsTheEnded(Mine):
+    def block_table(self, name: str) -> list[int]:
+        return super().block_table(name) or ([1] if super().reason(name) else [])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [
+        (Mine, ""),
+        (RunsNobody, "Q2"),
+        (ComputesNobody, "Q2"),
+        (ComputesTwice, "Q19"),
+        (WaitsForNobody, "Q2"),
+        (AbortsAgain, "Q32"),
+        (AbortsNothing, "Q32"),
+        (AbortsForAnotherReason, "Q32"),
+        (ComputesMoreThanItSays, "Q19"),
+        (KeepsTheEnded, "Q2"),
+    ],
+)
+def test_one_wrong_answer_breaks_its_rule(wrong: type[Mine], rule: str) -> None:
+    trace: Trace = [submit("r1", [0, 1, 2], 2), submit("r2", [1, 1], 4), ["step"], ["abort", "r2"],
+                    ["step"], ["step"]]  # fmt: skip
+    violation = replay(SchedulerSubject(wrong), CONFIG, trace)
+    assert (violation.rule.code if violation is not None else "") == rule, violation
+
+
 def test_an_adapter_that_cannot_be_driven_is_told():
     with pytest.raises(AdapterError, match=r"^Incomplete has no method add; it needs add\(request"):
         SchedulerSubject(lambda config: Incomplete()).world(CONFIG)
