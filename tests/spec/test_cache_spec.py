@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,12 @@ from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import Trace, replay
 from radixkv.spec.harness.pool_world import PoolSubject
 from radixkv.spec.harness.random_engine import run
+from radixkv.spec.model.promises import Promises
 from radixkv.spec.rules.cache import CACHE_RULES
 from radixkv.spec.rules.rule import Violation
 
 from .floors import CACHE_FLOORS, too_rare
+from .toys import Plain
 
 
 def test_our_pool_keeps_every_rule() -> None:
@@ -85,3 +88,89 @@ def test_idle_blocks_are_in_order_of_use_and_leaves_before_their_parents() -> No
             checks._check_idle(model, shot)
         text = f"the idle blocks {shot.idle} are not in order"
         assert (caught.value.rule.code, caught.value.why) == ("W5", text)
+
+
+class Exact(Plain):
+    """It promises that it counts, frees, holds and refuses exactly."""
+
+    promises = Promises(
+        refuses_only_short=True, holds_exactly=True, frees_at_once=True, counts_available=True
+    )
+
+
+class LosesWhenItRefuses(Exact):
+    def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+        hit = super().admit(name, tokens, namespace)
+        if hit is None and self.free:
+            self.free.pop()
+        return hit
+
+
+class ShrinksWhenItRefuses(Exact):
+    def append(self, name: str, tokens: Sequence[int]) -> bool:
+        if super().append(name, tokens):
+            return True
+        if self.tables[name]:
+            self.free.append(self.tables[name].pop())
+        return False
+
+
+class HoldsOneLess(Exact):
+    def block_table(self, name: str) -> list[int]:
+        return self.tables[name][:-1]
+
+
+class HoldsOneMore(Exact):
+    def append(self, name: str, tokens: Sequence[int]) -> bool:
+        if not super().append(name, tokens):
+            return False
+        if self.free:
+            self.tables[name].append(self.free.pop())
+        return True
+
+
+class HoldsOneTwice(Exact):
+    def block_table(self, name: str) -> list[int]:
+        table = self.tables[name]
+        return [*table[:-1], table[0]]
+
+
+class CountsOneMore(Exact):
+    def available(self) -> int:
+        return len(self.free) + bool(self.tables)
+
+
+class CountsOneLess(Exact):
+    def available(self) -> int:
+        return max(len(self.free) - bool(self.tables), 0)
+
+
+class RefusesTheLast(Exact):
+    def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+        if -(-len(tokens) // self.block_size) >= len(self.free):
+            return None
+        return super().admit(name, tokens, namespace)
+
+
+class GivesTwice(Exact):
+    def release(self, name: str) -> None:
+        self.free += self.tables[name][:1]
+        super().release(name)
+
+
+RULE_OF: dict[type[Plain], set[str]] = {
+    LosesWhenItRefuses: {"A8"}, ShrinksWhenItRefuses: {"A8"}, HoldsOneLess: {"A4"},
+    HoldsOneMore: {"A5"}, HoldsOneTwice: {"A3", "C2"}, CountsOneMore: {"S2"},
+    CountsOneLess: {"S2"}, RefusesTheLast: {"A6"}, GivesTwice: {"A3", "C1", "C2", "S2"},
+}  # fmt: skip
+
+
+def test_an_exact_manager_is_clean() -> None:
+    assert run(CacheSubject(Exact), 0, 3_000).finding is None
+
+
+@pytest.mark.parametrize("wrong", RULE_OF, ids=lambda wrong: wrong.__name__)
+def test_a_wrong_manager_of_a_few_lines_breaks_its_rule(wrong: type[Plain]) -> None:
+    for seed in range(3):
+        finding = run(CacheSubject(wrong), seed, 20_000).finding
+        assert finding is not None and finding.rule.split()[0] in RULE_OF[wrong], finding
