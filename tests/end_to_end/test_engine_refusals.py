@@ -5,6 +5,8 @@ import warnings
 from contextlib import closing
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from radixkv.kernels import backends
@@ -174,4 +176,35 @@ def test_a_reset_that_is_refused_changes_nothing(engine):
     with refused(NamespaceError, "keep must be a list of namespaces, each of them bytes"):
         serving.reset_cache(keep)
     assert (request.num_scheduled, request.output_tokens, serving.stats()) == before
+    assert serving.run() == [request]
+
+
+OTHER_WEIGHTS = {
+    "half as wide": lambda leaf: leaf.astype(np.float16),
+    "twice as wide": lambda leaf: leaf.astype(np.float64),
+    "integers": lambda leaf: leaf.astype(np.int32),
+    "shorter": lambda leaf: leaf[1:],
+    "of another rank": lambda leaf: leaf[None],
+    "left out": lambda leaf: None,
+}
+
+
+@pytest.mark.parametrize("how", OTHER_WEIGHTS)
+def test_weights_of_which_one_array_is_another_change_nothing(engine, model, how):
+    serving, params = fresh(engine("llama", 4), depth=2), model("llama").params
+    request = Request("new weights", [1, 2, 3], 4)
+    serving.add_request(request)
+    serving.step()  # it is in flight
+    before = request.num_scheduled, request.output_tokens[:], serving.stats()
+    leaves, structure = jax.tree.flatten(params)
+    for index, leaf in enumerate(leaves):
+        others = [*leaves]
+        others[index] = OTHER_WEIGHTS[how](np.asarray(leaf))
+        with refused(
+            ConfigError, "params must have the same shapes and dtypes as those of the model"
+        ):
+            serving.reset_cache(params=jax.tree.unflatten(structure, others))
+    assert len(leaves) > 10
+    assert (request.num_scheduled, request.output_tokens, serving.stats()) == before
+    assert serving._runner.model.params is params
     assert serving.run() == [request]

@@ -153,6 +153,25 @@ def test_message(call, message):
     assert message in str(refusal.value)
 
 
+# How many ids there are, and a call that takes one of them twice.
+IDS = {
+    "slots": (36, lambda one, other: write([one, other, one])),
+    "destinations": (9, lambda one, other: copy([(one + 2) % 9] * 3, [one, other, one], 3)),
+    "ids": (9, lambda one, other: scatter([one, other, one], 3)),
+}
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_each_id_must_be_distinct(name):
+    """Above all the lowest and the highest, also where an entry that is skipped sorts first."""
+    size, call = IDS[name]
+    for twice in range(size):
+        for other in (-1, (twice + 1) % size):
+            with pytest.raises(checkify.JaxRuntimeError) as refusal:
+                call(twice, other)
+            assert f"{name} must be distinct, but {twice} occurs twice" in str(refusal.value)
+
+
 @pytest.mark.usefixtures("no_shape_hook")
 def test_wrong_shapes_are_refused_first():
     with pytest.raises(KernelArgumentError) as refusal:

@@ -162,22 +162,25 @@ class TestFloat8:
         expected = largest if largest != 2.0**-130 else 0.0
         assert np.array_equal(found, np.full((1, 8), expected), equal_nan=True)
 
-    @pytest.mark.parametrize("common", [2.0**-40, 1.0, 2.0**40])
+    @pytest.mark.parametrize(
+        ("block_size", "common"), [(64, 2.0**-40), (64, 1.0), (64, 2.0**40), (32, 1.0)]
+    )
     @pytest.mark.parametrize("ratio", [2.0**-28, 2.0**28])
-    def test_values_of_blocks_that_no_token_attends_to(self, ratio, common):
-        """Weights of the others are as precise as ever, whichever tile has the larger scale.
+    def test_values_of_blocks_that_no_token_attends_to(self, block_size, ratio, common):
+        """Weights of the others are as precise as ever, whichever block has the larger scale.
 
-        A factor of all scales changes nothing: weights are in units of the largest scale.
+        It is in either tile, and in any place of it. A factor of all scales changes nothing:
+        weights are in units of the largest scale.
         """
         rng = np.random.default_rng(0)
-        shape = (3, 1, 64, 64)
+        shape = (3, 1, block_size, 64)
         v = jnp.asarray(rng.standard_normal(shape), jnp.float8_e4m3fn)
         # Tokens of blocks 1 and 2 have logits of -40 and 40, so 2**-115 is their largest ratio.
         k = jnp.ones(shape, jnp.float8_e4m3fn).at[1].set(-1)
         scales = common * jnp.array([[np.nan], [ratio], [1.0]], jnp.float32)
-        tables = int32([[1, 2], [2, 1]])
+        rows = 128 // block_size  # block 2 is in another place of each
         out, _ = attend(
-            jnp.ones((2, 1, 64), "bfloat16"), k, v, tables, int32([128, 128]),
+            jnp.ones((rows, 1, 64), "bfloat16"), k, v, int32(1 + np.eye(rows)), int32([128] * rows),
             sm_scale=40 / 64, k_scales=jnp.ones((3, 1)), v_scales=scales,
         )  # fmt: skip
         expected = np.asarray(v[2, 0], np.float64).mean(axis=0)

@@ -147,6 +147,67 @@ def test_any_use_of_the_rows_leaves_each_as_it_was_written(tiny, data):
     assert tables._ids.nbytes <= 8, "nothing is held, so nothing is kept"
 
 
+class CountingTables(BlockTables):
+    """Counts the ids that callers wrote, and those that were copied to pack the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = self.packed = 0
+
+    def write(self, row, num_blocks):
+        """Write a row to its new length."""
+        held = self.num_blocks.item(row)
+        self.grow(row, num_blocks)[held:] = 1
+        self.written += num_blocks - held
+
+    def _pack(self, room):
+        self.packed += self.num_held
+        super()._pack(room)
+
+
+def admissions(tables):
+    """Rows that stay."""
+    for _ in range(800):
+        tables.write(tables.take_row(), 30)
+
+
+def one_at_a_time(tables):
+    """Rows of which each grows by a block at a time."""
+    rows = [tables.take_row() for _ in range(100)]
+    for _ in range(200):
+        tables.append(int32(*rows), int32(*[1] * 100))
+        tables.written += 100
+
+
+def longer_and_longer(tables):
+    """Rows that take the places of others, and are longer than those."""
+    rows = [tables.take_row() for _ in range(50)]
+    for num_blocks in range(20, 500, 10):
+        for place, row in enumerate(rows):
+            tables.give_row(row)
+            rows[place] = tables.take_row()
+            tables.write(rows[place], num_blocks)
+
+
+def many_and_few(tables):
+    """Many rows, then none, in an array that is large enough to shrink."""
+    for _ in range(4):
+        rows = [tables.take_row() for _ in range(400)]
+        for row in rows:
+            tables.write(row, 400)
+        for row in rows:
+            tables.give_row(row)
+
+
+@pytest.mark.parametrize("use", [admissions, one_at_a_time, longer_and_longer, many_and_few])
+def test_packing_copies_no_more_than_was_written(use):
+    """The array grows and shrinks by factors, so each id is copied a few times at most."""
+    tables = CountingTables()
+    use(tables)
+    tables.check()
+    assert 0 < tables.packed <= 2 * tables.written
+
+
 def test_memory_follows_what_is_held_and_not_the_longest_row():
     tables = BlockTables()
     for _ in range(1000):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radixkv.scheduler.fairness import AdmissionFairness
 from radixkv.scheduler.handoff import Abort, AttemptKey, Finished, Grant, Header, Send
@@ -144,6 +146,36 @@ def test_room_is_set_aside_for_twice_the_time_between_two_asks() -> None:
     fairness.refused("large", 5, 4.0)
     assert fairness.set_aside("small", 11.9) == [5]
     assert fairness.set_aside("small", 12.0) == []
+
+
+@given(
+    max_overtaken=st.integers(0, 3),
+    before=st.integers(0, 9),
+    asks=st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans()), max_size=30),
+)
+def test_only_what_comes_after_a_refusal_overtakes_it(
+    max_overtaken: int, before: int, asks: list[tuple[str, bool]]
+) -> None:
+    """Room is for those whom others of a later first refusal, or of none, have overtaken."""
+    fairness = AdmissionFairness(100.0, max_overtaken)
+    overtaken: dict[str, int] = {}  # in order of the first refusal
+    for number in range(before):
+        fairness.admitted(f"before {number}")
+    for name, is_admitted in asks:
+        if is_admitted:
+            fairness.admitted(name)
+            for each in overtaken:
+                if each == name:
+                    break
+                overtaken[each] += 1
+            overtaken.pop(name, None)
+        else:
+            fairness.refused(name, ord(name), 0.0)
+            overtaken.setdefault(name, 0)
+        order = [*overtaken, "new"]
+        for place, asking in enumerate(order):
+            expected = [ord(each) for each in order[:place] if overtaken[each] >= max_overtaken]
+            assert fairness.set_aside(asking, 1.0) == expected
 
 
 def test_who_has_not_asked_for_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:

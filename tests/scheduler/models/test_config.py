@@ -89,6 +89,16 @@ def test_llama_entries_that_are_left_out_take_their_defaults():
     assert config.eos_token_ids == ()
 
 
+@pytest.mark.parametrize("value", [0, 1, 2, [], [0], [0, 1], [2, 0]])
+def test_the_end_tokens_are_those_of_the_checkpoint(value, tmp_path):
+    """Zero is a token, too, in both files; only an empty list gives none."""
+    given = (value,) if isinstance(value, int) else tuple(value)
+    assert parse_config({**LLAMA, "eos_token_id": value}, PATH).eos_token_ids == given
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": 5}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    assert load_config(tmp_path).eos_token_ids == (given or (5,))
+
+
 @pytest.mark.parametrize(
     "entries",
     [
