@@ -103,6 +103,8 @@ FINE = {
     "scales of blocks that are written": lambda: write([0, -1], k_scales=SCALES, v_scales=SCALES),
     "ids that skip": lambda: copy([1, -1, 1], [2, 2, 3], 3),
     "anything past count": lambda: copy([1, 99, 1], [2, 2, 2], 1),
+    "a source past count that is a destination": lambda: copy([1, 2, 99], [2, 3, 99], 1),
+    "a source that skips and is a destination": lambda: copy([1, 5, 1], [5, -1, 3], 3),
     "one source read often": lambda: gather([1, 1, -1], 3),
     "all entries": lambda: scatter([1, 2, 0], 3),
 }
@@ -124,6 +126,8 @@ REFUSED = (
     (lambda: extend([[1, 2]], [-1], [0], [0]), "kv_lengths[0] must be >= 0, got -1"),
     (lambda: extend([[1, 2]], [9], [1], [0]), "kv_lengths[0] must be at most 8, the capacity of its block table, got 9"),  # noqa: E501
     (lambda: extend([[1, 2]], [2], [3], [0]), "q_lengths[0] must be in 0 .. 2 (its kv_lengths), got 3"),  # noqa: E501
+    (lambda: extend([[1, 2]], [4], [-1], [0]), "q_lengths[0] must be in 0 .. 4 (its kv_lengths), got -1"),  # noqa: E501
+    (lambda: extend([[1, 2]], [4], [2], [-1]), "row 0 must lie within the 8 tokens of q, got -1 .. 1"),  # noqa: E501
     (lambda: extend([[1, 2]], [4], [4], [5]), "row 0 must lie within the 8 tokens of q, got 5 .. 9"),  # noqa: E501
     (lambda: extend([[1, 2]] * 2, [4, 4], [2, 3], [4, 2]), "rows must be disjoint in q, but row 1 ends after row 0 starts"),  # noqa: E501
     (lambda: extend([[1, 99]], [5], [1], [0]), "block_tables[0, 1] must be in 0 .. 8, got 99"),
