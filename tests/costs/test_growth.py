@@ -204,8 +204,12 @@ class RefusingEngine:
         return ended
 
 
+def fail(_: object) -> None:
+    raise RequestError("no")
+
+
 def engine_threads() -> Iterator[object]:
-    """An engine's thread whose requests end, are refused, are lost and are aborted."""
+    """A thread whose requests and calls end, are refused or fail, and are given up or lost."""
     engine: Any = RefusingEngine()
     with patch.object(Thread, "start"), patch("atexit.register"):
         thread = EngineThread(engine, failures=engine.failures)
@@ -218,8 +222,12 @@ def engine_threads() -> Iterator[object]:
                 consumer = thread.submit(requests)
             thread.abort(consumer.deliveries[0])
             asked = thread.call(lambda engine: engine.has_work)
+            fails = thread.call(fail)
+            cancelled = thread.call(lambda engine: engine.has_work)
+            assert cancelled.cancel()  # its caller does not wait for the engine
             thread._obey()
             assert asked.result(timeout=0.0)
+            assert isinstance(fails.exception(timeout=0.0), RequestError)
             while engine.has_work:
                 thread._publish(engine.step())
         yield thread
@@ -356,6 +364,20 @@ BUGS: dict[str, tuple[Bug, ...]] = {
             "calls that were answered are kept",
             "scheduler.serving.engine_thread",
             ("            self._calls.discard(future)\n", "            pass\n"),
+        ),
+        *(
+            bug(
+                f"calls that {ended} are kept",
+                "scheduler.serving.engine_thread",
+                (
+                    "        with self._lock:\n            self._calls.discard(future)\n",
+                    f"        if {are_forgotten}:\n            self._calls.discard(future)\n",
+                ),
+            )
+            for ended, are_forgotten in (
+                ("were cancelled", "not future.cancelled()"),
+                ("have failed", "future.cancelled() or not future.exception()"),
+            )
         ),
         bug(
             "why an aborted request ended is kept",
