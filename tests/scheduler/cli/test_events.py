@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
 
 from radixkv.kvcache import BlockRemoved, CacheManager, EventBatch
-from radixkv.scheduler.cli import nodes
+from radixkv.scheduler.cli import events, nodes
 from radixkv.scheduler.events import EventPublisher, EventSubscriber, encode_batch
 from radixkv.scheduler.events.subscriber import Message
 from radixkv.scheduler.fuzz.kv_events import as_event
@@ -165,6 +166,29 @@ def test_a_second_interrupt_ends_a_command_that_waits(
     outcome = radixkv("events", "check", publisher.endpoint, "--replay", ANY[:-1] + "1")
     assert outcome.status == 1
     assert "malformed message: 1\n" in outcome.stdout
+
+
+@pytest.mark.parametrize("seconds", [0, 0.05, 0.2, 3])
+def test_a_check_ends_when_its_time_is_over(
+    radixkv: Any, publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Even if that is at once, what was published before is checked."""
+    publish(publisher, CacheManager(4, 2, record_events=True), 1, 1)
+    wait_until_kept(publisher, 1)
+    begin = now = 1000.0
+
+    def receive(subscriber: EventSubscriber, timeout_s: float) -> None:
+        nonlocal now
+        now += timeout_s + 0.001
+        assert now < begin + seconds + 1.0, "the command goes on"
+
+    monkeypatch.setattr(events, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(EventSubscriber, "receive", receive)
+    command = ["events", "check", publisher.endpoint, "--replay", publisher.replay_endpoint]
+    outcome = radixkv(*command, "--seconds", seconds, "--json", "-")
+    assert outcome.status == 0
+    assert json.loads(outcome.stdout)["counts"]["batches by replay"] == 1
+    assert begin + seconds <= now < begin + seconds + 0.01
 
 
 def test_a_late_start_is_told(radixkv: Any, publisher: EventPublisher) -> None:
