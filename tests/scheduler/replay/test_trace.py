@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,18 @@ def test_the_bundled_trace_is_the_first_1000_conversation_requests(bundled_trace
     assert bundled_trace.num_output_tokens == 349_357
     assert bundled_trace.skipped == ()
     assert bundled_trace.name == "conversation_1000.jsonl"
+
+
+def test_requests_at_the_same_time_are_in_order() -> None:
+    """Those that are earlier than the line above cut the trace into parts that are sorted."""
+    for times in product([0.0, 0.5, 1.0], repeat=4):
+        parts: list[list[float]] = [[]]
+        for time in times:
+            if sorted([*parts[-1], time]) != [*parts[-1], time]:
+                parts.append([])
+            parts[-1].append(time)
+        trace = Trace(tuple(TraceRequest(time, 1, 1, (0,)) for time in times))
+        assert trace.num_out_of_order == len(parts) - 1, times
 
 
 def test_a_good_line(write_lines: WriteLines) -> None:
