@@ -77,10 +77,15 @@ def _start(num_layers: int, directory: str) -> tuple[int, float]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+    others = {
+        name: value
+        for name, value in os.environ.items()
+        if not (name.startswith("JAX_") and "_CACHE" in name)  # of the user's own cache
+    }
     before = _children_cpu_s()
     done = subprocess.run(
         [sys.executable, "-m", __name__, str(num_layers)],
-        env={**os.environ, **cache},
+        env={**others, **cache},
         capture_output=True,
         text=True,
         check=False,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from radixkv.scheduler.bench import step
@@ -164,6 +167,34 @@ def test_start_counts_programs_and_the_cache_saves_cpu_time(radixkv: Any) -> Non
     assert results["layers"] == 6
     assert results["programs"] == 3 * (5 + 4) + 3
     assert 0 < results["warm_cpu_s"] < results["cold_cpu_s"]
+
+
+def test_a_start_has_a_cache_of_its_own(radixkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is empty at first, and nothing that the user has set for other programs changes it."""
+    options = [name.upper() for name in jax.config.values if "_cache" in name]
+    assert {"JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE"} <= {*options}
+    for name in (*options, "XLA_FLAGS"):
+        monkeypatch.setenv(name, "of the user")
+    found: list[list[str]] = []
+    directories: set[Path] = set()
+
+    def run(*_: object, env: dict[str, str], **__: object) -> subprocess.CompletedProcess[str]:
+        assert [name for name in env if env[name] == "of the user"] == ["XLA_FLAGS"]
+        assert os.environ.keys() - env.keys() <= {*options}
+        assert env["JAX_ENABLE_COMPILATION_CACHE"] == "true"
+        cache = Path(env["JAX_COMPILATION_CACHE_DIR"])
+        directories.add(cache)
+        found.append([each.name for each in cache.iterdir()])
+        (cache / f"program {len(found)}").touch()
+        return subprocess.CompletedProcess([], 0, "30", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    outcome = radixkv("bench", "start", "--layers", 1, "--json", "-")
+    assert (outcome.status, outcome.stderr) == (0, "")
+    assert json.loads(outcome.stdout)["programs"] == 30
+    assert found == [[], ["program 1"]]
+    [directory] = directories
+    assert not directory.exists()
 
 
 def test_a_start_that_fails_says_why(radixkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
