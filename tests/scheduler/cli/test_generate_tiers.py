@@ -7,15 +7,19 @@ import re
 from argparse import Namespace
 from contextlib import closing
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
-from radixkv.kvcache.storage import BackendOptions, open_backend
+from radixkv.kvcache.storage import BackendOptions, Completion, Kind, open_backend
+from radixkv.kvcache.storage.workers import StorageWorkers
 from radixkv.scheduler.cli import generate
 from radixkv.scheduler.cli.shared.model_loading import load_model_of_options
+from radixkv.scheduler.engine.model_runner import ModelRunner
 from radixkv.scheduler.models import Model
 from radixkv.scheduler.models.weights_digest import weights_digest
+from radixkv.scheduler.nodes.event_loop import NodeEventLoop
 from radixkv.scheduler.nodes.transport.storage_engine import NAMESPACE
 
 from ...kvcache.storage.redis_server import running
@@ -59,6 +63,75 @@ def test_the_second_run_finds_what_the_first_has_stored(
     assert stats["storage"]["blocks"]["loaded"] == 4
     assert stats["storage"]["errors"] == {}
     assert re.fullmatch("[0-9a-f]{16}", stats["storage"]["namespace"])
+
+
+@pytest.mark.parametrize(
+    "nodes", [(), ("--disaggregate", "--transport", "inprocess")], ids=["", "apart"]
+)
+def test_the_statistics_count_what_is_stored_at_the_end(
+    radixkv: Any,
+    arguments: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: tuple[str, ...],
+) -> None:
+    """No store is reported before the engines are closed, which wait for it."""
+    is_closing, close, poll = Event(), ModelRunner.close, StorageWorkers.poll
+    late: dict[StorageWorkers, list[Completion]] = {}
+
+    def close_engine(runner: ModelRunner, timeout_s: float) -> bool:
+        is_closing.set()
+        return close(runner, timeout_s)
+
+    def poll_others(storage: StorageWorkers) -> list[Completion]:
+        found = late.pop(storage, []) + poll(storage)
+        if is_closing.is_set():
+            return found
+        late[storage] = [each for each in found if each.kind is Kind.STORE]
+        return [each for each in found if each.kind is not Kind.STORE]
+
+    monkeypatch.setattr(ModelRunner, "close", close_engine)
+    monkeypatch.setattr(StorageWorkers, "poll", poll_others)
+    directory = tmp_path / "blocks"
+    tiers = ["--host-blocks", 32, "--host-write", "through", "--storage", f"file://{directory}"]
+    stats = run(radixkv, *arguments, *nodes, *tiers)["stats"]
+    options, num_files = BackendOptions(max_bytes=10**9), 0
+    for name, each in stats.items() if nodes else [("", stats)]:
+        engine = each["engine"] if nodes else each
+        with closing(open_backend(f"file://{directory / name}", options)) as backend:
+            num_stored = len(list(backend.list_values()))
+        assert each["storage"]["blocks"]["stored"] == num_stored
+        assert engine["cache"]["tiers"]["stored_blocks"] == num_stored
+        assert engine["cache"]["tiers"]["open_operations"] == 0
+        stored_bytes = each["storage"]["stored_bytes"]
+        assert engine["copies"]["copied_bytes"]["host to storage"] == stored_bytes
+        num_files += num_stored
+    assert num_files > 0
+
+
+def test_the_statistics_of_a_node_count_what_is_stored_at_the_end(
+    radixkv: Any, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has copied nothing when it is stopped."""
+
+    def serve(loop: NodeEventLoop, is_stopped: object) -> None:
+        manager = loop._engine.manager
+        lease = manager.admit(manager.match(range(8)))
+        manager.publish(lease, range(8))
+        manager.release(lease)
+
+    monkeypatch.setattr(NodeEventLoop, "run", serve)
+    outcome = radixkv(
+        *("prefill-node", model_dir, "--gateway", "127.0.0.1:9", "--device-blocks", 4),
+        *("--block-size", 4, "--token-budget", 1, "--max-running", 1, "--max-model-len", 8),
+        *("--host-blocks", 8, "--host-write", "through"),
+        *("--storage", f"file://{tmp_path / 'blocks'}"),
+    )
+    assert outcome.status == 0, outcome.stderr
+    stats = json.loads(outcome.stdout)
+    tiers = stats["engine"]["cache"]["tiers"]
+    assert stats["storage"]["blocks"]["stored"] == tiers["stored_blocks"] == 2
+    assert tiers["open_operations"] == 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.nightly)])
