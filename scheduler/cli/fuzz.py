@@ -186,8 +186,8 @@ def _emit_finding(
             Path(arguments.script).write_text(script, encoding="utf-8")
         else:
             parts.append(
-                "\nno --script: the adapter makes nothing with radixkv.spec.recorded, or the "
-                "finding is not found again"
+                "\nno --script: the adapter makes nothing with radixkv.spec.recorded, no call has "
+                "an answer to compare, or the finding is not found again"
             )
     if not is_reproducible:
         parts.append("\nA replay of this trace breaks no rule: the target is not deterministic.")

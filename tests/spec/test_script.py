@@ -110,12 +110,26 @@ def test_nothing_is_recorded_without_need() -> None:
     assert finding is not None and to_script(finding, CacheSubject(Leaky)) == ""
 
 
-class Seldom(Leaky):
+class Mute(Leaky):
     """Records nothing but what it makes."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
         self.shelf = recorded(Shelf)(num_blocks)
+
+
+def test_a_script_without_an_answer_to_compare_is_none() -> None:
+    finding = run(CacheSubject(Mute), 0, 5_000).finding
+    assert finding is not None
+    assert to_script(finding, CacheSubject(Mute)) == "", "it would fail for a right manager, too"
+
+
+class Seldom(Mute):
+    """Records one answer, when it is made."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        assert self.shelf.mirror(7) == 7
 
 
 def test_the_last_operation_is_shown_if_it_calls_nothing_too() -> None:

@@ -29,7 +29,8 @@ def to_script(finding: Finding, subject: Subject) -> str:
         subject: its subject.
 
     Returns:
-        The script; "" if the adapter records no calls, or the finding is not reproduced.
+        The script; "" if the adapter records no calls, if none of them has an answer to compare
+        or raises the error, or if the finding is not reproduced.
     """
     with recording() as log:
         parts: list[tuple[str, list[Line]]] = [("", log.lines)]
@@ -97,6 +98,8 @@ def _write(
             comment = f"raises {line.error}" if line.error else line.result
             text.append(f"{shown}  # {comment}" if comment else shown)
     if not (lines and lines[-1].error):
+        if not answers:
+            return ""
         names, results = ", ".join(answers), ", ".join(answers.values())
         text += ["", f"# block tables: {held}"] if held else [""]
         text.append(f"assert [{names}] != [{results}], {f'{rule.name}: {why}'!r}")
