@@ -15,7 +15,7 @@ from ...spec.model.events import Batch
 from ...spec.rules.cache import C3
 from ...spec.rules.rule import require
 from .kv_events import KEPT_BATCHES, as_event
-from .lent_tokens import Lent, lend, listed, take_back
+from .lent_tokens import Lent, lend, lending, listed, take_back
 from .misuse import misuse
 
 Prefix: TypeAlias = tuple[bytes, tuple[int, ...]]
@@ -129,9 +129,8 @@ class CacheAdapter:
         for name in names:
             self._tokens.pop(name, None)
         rows = [self.leases[name].row for name in names]
-        lent = lend(given := rows.copy())
-        done = self._grow(names, lambda: self.manager.extend_batch(lent))
-        take_back(lent, given)
+        with lending(given := rows.copy()) as lent:
+            done = self._grow(names, lambda: self.manager.extend_batch(lent))
         self._require_same("extend_batch", rows, given)
         return done
 
@@ -153,9 +152,8 @@ class CacheAdapter:
     def publish(self, name: str, tokens: list[int]) -> None:
         """Publish computed tokens."""
         self.publisher = name
-        lent = lend(tokens)
-        self.manager.publish(self.leases[name], lent)
-        take_back(lent, tokens)
+        with lending(tokens) as lent:
+            self.manager.publish(self.leases[name], lent)
 
     def release(self, name: str) -> None:
         """Release a lease."""
@@ -311,9 +309,8 @@ class CacheAdapter:
         )
 
     def _next_block(self, name: str, tokens: list[int]) -> Any:
-        lent = lend(given := tokens.copy())
-        found = self.manager.next_block(self.leases[name], lent)
-        take_back(lent, given)
+        with lending(given := tokens.copy()) as lent:
+            found = self.manager.next_block(self.leases[name], lent)
         self._require_same("next_block", tokens, given)
         return found
 

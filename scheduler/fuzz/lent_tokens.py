@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import numpy as np
@@ -41,3 +43,13 @@ def take_back(lent: Lent, tokens: list[int]) -> None:
         tokens[:] = lent.tolist()
         array = lent if lent.base is None else lent.base
         array[:] = -7
+
+
+@contextmanager
+def lending(tokens: list[int]) -> Iterator[Lent]:
+    """Lend tokens for one call, and take them back however it ends."""
+    lent = lend(tokens)
+    try:
+        yield lent
+    finally:
+        take_back(lent, tokens)

@@ -8,7 +8,7 @@ from ... import kvcache as own_kvcache
 from ...spec.harness.pool_world import PoolFactory
 from ...spec.rules.cache import F3
 from ...spec.rules.rule import require
-from .lent_tokens import lend, take_back
+from .lent_tokens import lending
 
 
 def make_factory(kvcache: ModuleType | None = None) -> PoolFactory:
@@ -34,15 +34,13 @@ class PoolAdapter:
 
     def recycle(self, ids: list[int]) -> list[int]:
         """Recycle ids, and return those that were refused."""
-        lent = lend(ids)
         try:
-            self.pool.recycle(lent)
+            with lending(ids) as lent:
+                self.pool.recycle(lent)
         except self.kvcache.RecycleError as error:
             number = len(error.refused) + error.recycled
             require(number == len(ids), F3, "the error counts {} of {} ids", number, len(ids))
             return list(error.refused)
-        finally:
-            take_back(lent, ids)
         return []
 
     def free_ids(self) -> list[int]:

@@ -24,7 +24,7 @@ from ...spec.harness.engine import Config
 from ...spec.model.scheduler import Reason
 from ...spec.rules.cache import C3
 from ...spec.rules.rule import require
-from .lent_tokens import lend, take_back
+from .lent_tokens import lending
 
 IN_FLIGHT: Final = ("schedule too far ahead", "update another plan", "update with a token too few")
 """Wrong calls while a step is in flight."""
@@ -105,17 +105,16 @@ class MixedAdapter:
 
     def _make(self, name: str, request: Submission) -> Any:
         prompt, stop = list(request.prompt), list(request.stop)
-        lent = lend(prompt)
-        made = self.package.Request(
-            name,
-            lent,
-            request.max_new_tokens,
-            priority=request.priority,
-            stop_token_ids=stop,
-            namespace=request.namespace,
-            sample_of=self.requests.get(request.sample_of),
-        )
-        take_back(lent, prompt)
+        with lending(prompt) as lent:
+            made = self.package.Request(
+                name,
+                lent,
+                request.max_new_tokens,
+                priority=request.priority,
+                stop_token_ids=stop,
+                namespace=request.namespace,
+                sample_of=self.requests.get(request.sample_of),
+            )
         found, given = (prompt, stop), (list(request.prompt), list(request.stop))
         require(found == given, C3, "a request was given {}, and changed it to {}", given, found)
         return made
@@ -141,9 +140,8 @@ class MixedAdapter:
     def update(self, tokens: list[int]) -> list[str]:
         """Report the token after each chunk; return the ids of the requests that ended."""
         self.last_plan = plan = self.plans.popleft()
-        lent = lend(tokens)
-        ended = self.scheduler.update(plan, lent)
-        take_back(lent, tokens)
+        with lending(tokens) as lent:
+            ended = self.scheduler.update(plan, lent)
         return [request.request_id for request in ended]
 
     def abort(self, name: str) -> bool:

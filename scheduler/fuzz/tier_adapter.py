@@ -17,7 +17,7 @@ from ...spec.harness.tiers.configuration import window_of
 from ...spec.rules.rule import require
 from ...spec.rules.tiers import T5
 from .cache_adapter import CacheAdapter
-from .lent_tokens import Lent, lend, take_back
+from .lent_tokens import Lent, lending
 from .misuse import make
 from .tier_events import report_events
 from .tier_misuse import storage_of, wrong_calls
@@ -92,9 +92,8 @@ class TierAdapter(CacheAdapter):
 
     def tier_match(self, tokens: list[int], namespace: bytes) -> tuple[int, int]:
         """Return the device and host blocks of a match."""
-        lent = lend(tokens)
-        match = self.manager.match(lent, namespace)
-        take_back(lent, tokens)
+        with lending(tokens) as lent:
+            match = self.manager.match(lent, namespace)
         return match.num_blocks, match.num_host_blocks
 
     def _lease(self, name: str, match: Any, lent: Lent) -> Any:
@@ -137,9 +136,8 @@ class TierAdapter(CacheAdapter):
         """Park a request; False if that was refused."""
         self.publisher = name
         lease = self.parking[name] = self.leases[name]
-        lent = lend(tokens)
-        parked = self.tiers.park(lease, lent, where)
-        take_back(lent, tokens)
+        with lending(tokens) as lent:
+            parked = self.tiers.park(lease, lent, where)
         if parked is None:
             del self.parking[name]
             return False
@@ -184,16 +182,14 @@ class TierAdapter(CacheAdapter):
 
     def keys(self, tokens: list[int], namespace: bytes) -> list[bytes]:
         """Return the storage keys of the whole blocks."""
-        lent = lend(tokens)
-        keys = list(self._keys.block_keys(lent, namespace))
-        take_back(lent, tokens)
+        with lending(tokens) as lent:
+            keys = list(self._keys.block_keys(lent, namespace))
         return keys
 
     def prefetch(self, name: str, tokens: list[int], namespace: bytes) -> int | None:
         """Start a prefetch, and return its first block."""
-        lent = lend(tokens)
-        prefetch = self.tiers.prefetch(lent, namespace)
-        take_back(lent, tokens)
+        with lending(tokens) as lent:
+            prefetch = self.tiers.prefetch(lent, namespace)
         if prefetch is None:
             return None
         self._prefetches[name] = prefetch

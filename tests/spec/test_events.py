@@ -103,17 +103,20 @@ def test_names_of_removed_blocks_are_forgotten_oldest_first(most: int, knows: bo
 
 @given(
     st.integers(0, 3),
-    st.lists(st.tuples(st.sampled_from(["GPU", "CPU"]), st.integers(0, 4)), max_size=40),
+    st.lists(st.tuples(st.sampled_from(["GPU", "CPU"]), st.integers(-1, 4)), max_size=40),
 )
 def test_only_names_of_blocks_that_no_tier_has_are_forgotten(
     most: int, changes: list[tuple[str, int]]
 ) -> None:
-    """A block of a tier is what may be the parent of the next one."""
+    """A block of a tier is what may be the parent of the next one; -1 clears all tiers."""
     consumer = Consumer(most_removed=most)
     held: dict[str, set[int]] = {"GPU": set(), "CPU": set()}
     removed: list[int] = []  # that no tier has, the oldest first
     for medium, name in changes:
-        if name in held[medium]:
+        if name < 0:
+            held, removed = {"GPU": set(), "CPU": set()}, []
+            consumer.apply(Cleared())
+        elif name in held[medium]:
             held[medium].remove(name)
             if name not in held["GPU"] | held["CPU"]:
                 removed.append(name)

@@ -326,6 +326,15 @@ def test_explaining_is_off_under_any_settings() -> None:
     assert Set.run_settings().max_examples == 7
 
 
+@pytest.mark.parametrize("phase", Phase)
+def test_the_other_phases_are_those_of_the_settings(phase: Phase) -> None:
+    @settings(phases=[phase, Phase.explain])
+    class Machine(CacheMachine):
+        make = Plain
+
+    assert set(Machine.run_settings().phases) == {phase} - {Phase.explain}
+
+
 def test_a_machine_without_a_manager_is_told_what_it_lacks() -> None:
     @FEW
     class Machine(CacheMachine):

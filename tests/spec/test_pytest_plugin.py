@@ -180,6 +180,13 @@ def test_known_findings_and_sizes(pytester: pytest.Pytester, folder: Path) -> No
     result.stdout.fnmatch_lines(["D1 *", "with num_blocks=5, block_size=4"])
     (path,) = traces(folder)
     trace = json.loads(path.read_text())
+    assert "known" not in trace
+    path.unlink()
+    spec(folder, text.replace("[2]", "[5]") + 'known = ["D1"]\n')
+    result = run(pytester)
+    result.stdout.fnmatch_lines(["D2 *"])
+    (path,) = traces(folder)
+    assert json.loads(path.read_text())["known"] == ["D1"], "a replay does not judge it either"
     path.unlink()
     spec(folder, text.replace("[2]", "[5]") + 'known = ["D1", "D2", "A8"]\n')
     run(pytester).assert_outcomes(passed=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import radixkv.spec.rules.handoff  # enters its rules
 import radixkv.spec.rules.scheduler  # enters its rules
 import radixkv.spec.rules.tiers  # enters its rules
 from radixkv.spec.rules.cache import A1, CACHE_RULES
-from radixkv.spec.rules.rule import RULES, Rule, Violation, require, rule
+from radixkv.spec.rules.rule import RULES, Rule, Violation, not_judging, require, rule
 
 INVARIANTS = Path(__file__).parents[2] / "docs" / "specification" / "invariants.jsonl"
 CODES = {each.code for each in RULES.values()}
@@ -68,3 +69,16 @@ def test_every_invariant_is_covered_or_says_why_not() -> None:
         assert each["rules"] or each["elsewhere"], each
         assert each["sentence"].endswith("."), each
         assert "\n" not in each.get("elsewhere", ""), each
+
+
+@pytest.mark.parametrize("error", [None, KeyError, KeyboardInterrupt])
+def test_rules_are_judged_again_after_a_block_that_does_not_judge_them(
+    error: type[BaseException] | None,
+) -> None:
+    with suppress(KeyError, KeyboardInterrupt), not_judging([A1.name]) as met:
+        require(False, A1, "not judged")
+        if error is not None:
+            raise error
+    assert met == {A1.name: 1}
+    with pytest.raises(Violation):
+        require(False, A1, "judged")

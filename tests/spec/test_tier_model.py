@@ -8,7 +8,7 @@ import pytest
 
 from radixkv.spec.model.promises import Promises
 from radixkv.spec.model.tiers.operations import TierModel
-from radixkv.spec.model.tiers.residency import Prefixes, Residency
+from radixkv.spec.model.tiers.residency import Place, Prefixes, Residency, Step
 from radixkv.spec.model.tiers.uses import HostOrder, WriteThrough
 from radixkv.spec.rules.rule import Violation
 
@@ -142,3 +142,27 @@ def test_the_host_drops_in_the_order_of_uses() -> None:
     assert code(order.check, [12, 13, 11]) == "", "a copy may count as a use"
     assert code(order.check, [11, 12, 13]) == "", "and need not"
     assert code(order.check, [13, 12]) == "T23"
+
+
+@pytest.mark.parametrize("takes_room", [True, False])
+@pytest.mark.parametrize("num_free", [0, 1])
+@pytest.mark.parametrize("held", [(), (11,)])
+@pytest.mark.parametrize("place", ["host", "offloading", "promoting"])
+def test_only_what_is_found_on_the_host_is_dropped_for_room(
+    place: Place, held: tuple[int, ...], num_free: int, takes_room: bool
+) -> None:
+    before = Residency(
+        {},
+        {11: 1} if place == "host" else {},
+        {11: 1} if place == "offloading" else {},
+        frozenset([11] if place == "promoting" else []),
+        num_free,
+        (),
+    )
+    step = Step(before, "back", takes_room=takes_room, is_eviction=False)
+    after = Residency({}, {}, {}, frozenset(), num_free, ())
+    found = code(step.allow, after, prefixes_of(11), held)
+    if held:
+        assert found == "T5"
+    else:
+        assert found == ("" if place == "host" and takes_room and not num_free else "T24")
