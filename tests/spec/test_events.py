@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from radixkv.spec.harness.events import Consumers, check_index
@@ -101,6 +101,7 @@ def test_names_of_removed_blocks_are_forgotten_oldest_first(most: int, knows: bo
     assert (consumer.prefix(12) is not None) == (most > 0)
 
 
+@example(1, [("GPU", 0), ("GPU", 0), ("GPU", -1), ("GPU", 1), ("GPU", 1)])
 @given(
     st.integers(0, 3),
     st.lists(st.tuples(st.sampled_from(["GPU", "CPU"]), st.integers(-1, 4)), max_size=40),

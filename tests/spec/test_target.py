@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 import sys
 from collections import deque
 from dataclasses import fields
@@ -14,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from radixkv.spec.adapters import load_target as load_target_module
-from radixkv.spec.adapters.cache import AdapterError, Manager, Promises, Snapshot
+from radixkv.spec.adapters.cache import AdapterError, Manager, Promises, Snapshot, sizes_of
 from radixkv.spec.adapters.cache_target import BY_DEPTH, REQUIRED, Depth, Target
 from radixkv.spec.adapters.load_target import TargetError, load_target
 from radixkv.spec.adapters.scheduler import Received, SchedulerPromises, Submission
@@ -453,3 +454,27 @@ def test_a_target_that_cannot_be_is_told(
     with pytest.raises(TargetError) as caught:
         load_target(target)
     assert str(caught.value) == told
+
+
+@pytest.mark.parametrize("kind", ["class", "function", "method"])
+def test_the_sizes_of_a_factory_are_those_of_what_it_wraps(tmp_path: Path, kind: str) -> None:
+    """`load_target` wraps a factory, to explain its errors."""
+    path = tmp_path / f"sized_{kind}.py"
+    path.write_text(
+        "class Sized:\n    block_sizes, pool_sizes = (16,), (5, 6)\n"
+        "    def __init__(self, num_blocks, block_size): pass\n"
+        "    @classmethod\n    def make(cls, num_blocks, block_size): pass\n"
+        "    make.__func__.block_sizes, make.__func__.pool_sizes = (16,), (5, 6)\n"
+        "def make(num_blocks, block_size): pass\n"
+        "make.block_sizes, make.pool_sizes = (16,), (5, 6)\n"
+    )
+    name = {"class": "Sized", "function": "make", "method": "Sized.make"}[kind]
+    before = list(sys.path)
+    try:
+        factory = load_target(f"{path}:{name}")
+    finally:
+        sys.path[:] = before
+        sys.modules.pop(path.stem, None)
+    assert sizes_of(factory, "block_sizes") == (16,)
+    assert sizes_of(factory, "pool_sizes") == (5, 6)
+    assert CacheSubject(factory).configure(random.Random(0).randrange)["block_size"] == 16
