@@ -1,8 +1,5 @@
 """Merge attention over disjoint sets of tokens, such as a shared prefix and the rest."""
 
-from collections.abc import Sequence
-from functools import reduce
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -46,34 +43,15 @@ def merge_attention_states(
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         check_shape(name, lse, out_a.shape[:-1], "rows of out_a")
         check_dtype(name, lse, ("float32",))
-    out, lse = merge_parts((out_a, out_b), (lse_a, lse_b))
-    return out.astype(out_a.dtype), lse
-
-
-def merge_parts(
-    outs: Sequence[Float[Array, "*rows head_dim"]],
-    lses: Sequence[Float[Array, "*rows"]],
-    sinks: Float[Array, "#*rows"] | None = None,
-) -> tuple[Float[Array, "*rows head_dim"], Float[Array, "*rows"]]:
-    """Merge any number of parts, in float32; `sinks` are included in none of them.
-
-    The parts are a sequence, not an axis, because XLA fuses this loop into one pass, but not two
-    reductions.
-    """
-    peak = reduce(jnp.maximum, lses)
+    peak = jnp.maximum(lse_a, lse_b)
     empty = peak == -jnp.inf
-    if sinks is not None:
-        peak = jnp.maximum(peak, sinks)
     peak = jnp.where(empty, 0.0, peak)
-    weights = [jnp.exp(lse - peak) for lse in lses]
-    total = sum(weights, start=jnp.zeros_like(peak))
-    if sinks is not None:
-        total = total + jnp.exp(sinks - peak)
-    total = jnp.where(empty, 1.0, total)
+    weight_a, weight_b = jnp.exp(lse_a - peak), jnp.exp(lse_b - peak)
+    total = jnp.where(empty, 1.0, weight_a + weight_b)
 
     def share(out: jax.Array, lse: jax.Array, weight: jax.Array) -> jax.Array:
         seen = jnp.where(lse[..., None] == -jnp.inf, 0.0, out.astype(jnp.float32))
         return seen * (weight / total)[..., None]
 
-    out = reduce(jnp.add, map(share, outs, lses, weights))
-    return out, jnp.where(empty, -jnp.inf, peak + jnp.log(total))
+    out = share(out_a, lse_a, weight_a) + share(out_b, lse_b, weight_b)
+    return out.astype(out_a.dtype), jnp.where(empty, -jnp.inf, peak + jnp.log(total))

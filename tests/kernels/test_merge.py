@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from radixkv.kernels import KernelArgumentError, merge_attention_states, paged_decode
-from radixkv.kernels.merge_states import merge_parts
 
 from . import oracle
 from .problems import Heads, assert_close, int32, make_cache, make_queries
@@ -104,14 +103,3 @@ class TestMergeAttentionStates:
                 **({"out_a": out, "lse_a": lse, "out_b": out, "lse_b": lse} | changes)
             )
         assert message in str(refusal.value)
-
-
-class TestMergeParts:
-    def test_sinks_count_once(self):
-        (a, b), _ = two_halves()
-        sinks = jnp.array([-2.0, 0.0, 3.0, 50.0])
-        out, lse = merge_parts([a[0], b[0]], [a[1], b[1]], sinks)
-        plain, plain_lse = merge_attention_states(*a, *b)
-        share = jnp.exp(plain_lse - jnp.logaddexp(plain_lse, sinks))
-        assert_close(out, np.asarray(plain * share[..., None], np.float64), "float32")
-        assert_close(lse, np.asarray(jnp.logaddexp(plain_lse, sinks), np.float64), "float32")
