@@ -201,6 +201,17 @@ BY_HAND: dict[str, tuple[Planted, ...]] = {
             replace="and not self._is_closed:",
         ),
     ),
+    "kvcache.storage.files.backend": (
+        Planted(
+            "FileBackend._forget: a value that was written again is forgotten",
+            find="""            try:
+                self._files.read(self._path(key), [])
+            except FileNotFoundError:
+                self._index.forget(key)
+""",
+            replace="            self._index.forget(key)\n",
+        ),
+    ),
     "kvcache.storage.mooncake.backend": (
         Planted(
             "MooncakeBackend._take_back: it is looked up before the lock whether it is closed",

@@ -22,6 +22,7 @@ FINDING = {
     "storage_workers_fast": (105,),
     "storage_closes": (57,),
     "storage_stuck": (107,),
+    "files_lost": (82,),
     "lru_index": (70, 75, 234, 598),
     "lru_index_of_one": (75,),
     "mooncake_closes": (100, 235),

@@ -2,7 +2,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -333,6 +333,29 @@ def test_a_file_removed_or_added_by_somebody_else_is_a_miss(directory: Path) -> 
     assert keys_of(backend) == []
     backend.check()
     backend.close()
+
+
+def test_a_value_that_is_written_between_a_miss_and_its_note_stays(directory: Path) -> None:
+    """Another thread writes a value again after a read has found that its file is gone."""
+
+    class Overtaken(OsFiles):
+        def read(self, path: str, into: Sequence[memoryview]) -> int:
+            try:
+                return super().read(path, into)
+            except FileNotFoundError:
+                while others:
+                    put(backend, KEYS[0], others.pop())
+                raise
+
+    others: list[bytes] = []
+    with closing(FileBackend(directory, max_bytes=100, files=Overtaken())) as backend:
+        put(backend, KEYS[0], b"old")
+        (directory / "00" / KEYS[0].hex()).unlink()
+        others.append(b"newer")
+        assert get(backend, KEYS[0]) is None and not others
+        assert keys_of(backend) == [KEYS[0]] and backend.stats()["bytes"] == 5
+        assert get(backend, KEYS[0]) == b"newer"
+        backend.check()
 
 
 def test_a_link_is_not_followed(directory: Path, tmp_path: Path) -> None:
