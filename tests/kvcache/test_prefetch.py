@@ -62,6 +62,20 @@ def test_only_blocks_on_neither_device_nor_host_are_looked_up():
     memory.serve(TOKENS)
 
 
+@pytest.mark.parametrize("num_there", range(4))
+@pytest.mark.parametrize("num_evicted", range(4))
+def test_the_keys_are_those_of_the_path_wherever_a_prompt_leaves_another(num_evicted, num_there):
+    """What is there ends on the device or on the host, with a run or inside it."""
+    memory = memory_with([])
+    memory.serve([1, 2, 3])
+    memory.manager.evict(num_evicted)
+    memory.settle()
+    tokens = [*[1, 2, 3][:num_there], 8, 9]
+    assert ask(memory, tokens).first_block == num_there
+    lookup = memory.one(OpKind.LOOKUP)
+    assert lookup.keys == tuple(memory.namespace.block_keys(tokens)[num_there:])
+
+
 def test_the_keys_have_the_namespace_of_the_request():
     memory = memory_with([])
     memory.tiers.prefetch(TOKENS, b"lora")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radixkv.kvcache.tiers import storage_recency as storage_uses
 
@@ -81,6 +83,23 @@ class TestWhat:
         memory.serve([1, 2])
         memory.start([1, 2])
         assert memory.tiers.take_used() == []
+
+
+PATHS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=4), min_size=1, max_size=5)
+
+
+@given(PATHS)
+def test_of_paths_that_are_stored_at_once_each_is_reported_last_block_first(paths):
+    """Storage finds the rest of a path through the part that it shares with others."""
+    memory = TierMemory(32, 32, storage=True)
+    for tokens in paths:
+        memory.serve(tokens)
+    memory.manager.evict(32)
+    memory.settle()
+    used = memory.tiers.take_used()
+    for tokens in paths:
+        path = backwards(memory, tokens)
+        assert [key for key in used if key in path] == path
 
 
 class TestHowOften:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Final
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -219,6 +222,46 @@ def test_a_request_whose_attempts_are_lost_for_too_long_fails() -> None:
         retrier.decode_lost(AttemptKey("r", attempt))
     last = Answer("r", None, "attempts were lost for 6 s: the decode node was lost")
     assert retrier.take_actions()[-1] == last
+
+
+ENDS: Final[dict[str, Callable[[RequestRetrier, AttemptKey], None]]] = {
+    "P fails": lambda retrier, key: retrier.prefill_failed(key, "no"),
+    "P is busy": lambda retrier, key: retrier.prefill_failed(key, "no", is_busy=True),
+    "P is lost": lambda retrier, key: retrier.prefill_lost(key),
+    "D fails": lambda retrier, key: retrier.decode_failed(key, "no"),
+    "D is lost": lambda retrier, key: retrier.decode_lost(key),
+    "moves": lambda retrier, key: retrier.moved(key),
+}
+OF_PREFILL = ("P fails", "P is busy", "P is lost")
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from(list(ENDS))), max_size=5))
+def test_each_attempt_begins_anew_whatever_became_of_those_before(
+    fates: list[tuple[bool, str]],
+) -> None:
+    """P's reports end an attempt until D has started it, and D's always."""
+    retrier = RequestRetrier(max_attempts=9, backoff_s=1.0, request_s=100.0)
+    retrier.submit("r")
+    for number, (is_started, end) in enumerate(fates, 1):
+        key = AttemptKey("r", number)
+        retrier.tick(float(number))
+        assert retrier.take_actions() == [Begin(key)]
+        if is_started:
+            retrier.started(key)
+        if is_started and end in OF_PREFILL:
+            ENDS[end](retrier, key)
+            assert retrier.take_actions() == []
+            end = "D fails"
+        ENDS[end](retrier, key)
+        assert retrier.take_actions() == [Cancel(key)]
+        for late in OF_PREFILL:
+            ENDS[late](retrier, key)
+        assert (retrier.take_actions(), retrier.num_open) == ([], 1)
+    last = AttemptKey("r", len(fates) + 1)
+    retrier.tick(10.0)
+    assert retrier.take_actions() == [Begin(last)]
+    retrier.finished(last, (7,))
+    assert retrier.take_actions() == [Answer("r", (7,))]
 
 
 def test_a_request_is_added_once() -> None:

@@ -9,6 +9,8 @@ import pytest
 from radixkv.kvcache import RequestTooLargeError
 from radixkv.scheduler import ConfigError, HandoffsOpenError, RequestError, StepOrderError
 from radixkv.scheduler.handoff import (
+    Abort,
+    Ack,
     Ask,
     AttemptKey,
     Grant,
@@ -58,6 +60,40 @@ def test_one_who_waits_can_be_given_up() -> None:
     assert p.abort("b") and not p.abort("b")
     assert actions(p) == [PrefillFailed(AttemptKey("b", 1), "aborted")]
     assert p.num_open == 1
+
+
+@pytest.mark.parametrize(
+    "how", ["given up", "aborted by D", "silence", "refused", "restart of D", "read by D"]
+)
+@pytest.mark.parametrize("is_granted", [False, True])
+def test_the_end_of_an_attempt_leaves_a_newer_one_that_waits(how: str, is_granted: bool) -> None:
+    p = scheduler(order="prefill_complete", token_budget=8)
+    p.begin(request(), "d0")
+    step(p)
+    if is_granted:
+        grant(p)
+    p.begin(request(), "d1", attempt=2)
+    actions(p)
+    older = AttemptKey("a", 1)
+    header = Header(older, 7, 1, 1)
+    match how:
+        case "given up":
+            p.give_up(older, "cancelled")
+        case "aborted by D":
+            p.receive("d0", Abort(header, "cancelled", fenced=True))
+        case "silence":
+            p.tick(100.0)
+        case "refused":
+            p.receive("d0", Refuse(header, "block size", 2, 4))
+        case "restart of D":
+            p.receive("d0", Grant(Header(older, 8, 1, 1), 0, 2))
+        case _:
+            p.receive("d0", Ack(header))
+    failed = [each.key for each in actions(p) if isinstance(each, PrefillFailed)]
+    assert failed in ([], [older])
+    assert step(p) == [("a", 6, 1)]
+    [ask] = posted(p, Ask)
+    assert ask.header.key == ("a", 2)
 
 
 # In the middle of a step
