@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import pytest
@@ -18,15 +18,22 @@ from radixkv.scheduler.handoff import AttemptKey, PartId
 from radixkv.scheduler.nodes.transport import (
     Event,
     Fault,
+    Offered,
     PullFailed,
     PullInfo,
     Received,
+    Withdrawn,
     describe,
     transfer_table,
 )
 from radixkv.scheduler.nodes.transport.descriptors import digest_arrays, make_digest_key
-from radixkv.scheduler.nodes.transport.transfer_engine import EnginePull, PullError
-from radixkv.scheduler.nodes.transport.transfer_table import PullEntry
+from radixkv.scheduler.nodes.transport.transfer_engine import (
+    EngineOffer,
+    EnginePull,
+    PullError,
+    TransferEngine,
+)
+from radixkv.scheduler.nodes.transport.transfer_table import OfferEntry, PullEntry
 
 NUM_PIECES: Final = 3
 PART: Final = PartId(AttemptKey("r1", 1), epoch=1, peer_epoch=1, grant=1, part=0)
@@ -136,6 +143,93 @@ def outcome(event: Event) -> object:
 @given(STEPS)
 def test_a_part_is_received_when_all_of_its_pieces_are(steps: list[Step]) -> None:
     check(steps)
+
+
+class ScriptedOffer(EngineOffer):
+    """An offer that its reader reads, and keeps, as long as the test says.
+
+    Attributes:
+        is_read: whether the reader says that it has read it.
+        is_free: whether nobody can read it once it is withdrawn.
+        told: what it was withdrawn with; None if it was not.
+    """
+
+    route = b""
+
+    def __init__(self) -> None:
+        self.is_read = self.is_free = False
+        self.told: bool | None = None
+
+    def is_ready(self) -> bool:
+        return True
+
+    def was_read(self) -> bool:
+        return self.is_read
+
+    def withdraw(self, was_read: bool) -> None:
+        assert self.told is None, "withdrawn twice"
+        self.told = was_read
+
+    def is_withdrawn(self) -> bool:
+        assert self.told is not None, "asked before it was withdrawn"
+        return self.is_free
+
+
+class OfferingEngine:
+    """An engine that serves whatever it is asked to."""
+
+    name, maintain_every_s = "x", None
+
+    def __init__(self) -> None:
+        self.offers: list[ScriptedOffer] = []
+
+    def offer(self, arrays: object) -> ScriptedOffer:
+        self.offers.append(ScriptedOffer())
+        return self.offers[-1]
+
+
+OFFERS: Final = [PART._replace(key=AttemptKey(name, 1), part=n) for name in "ab" for n in range(2)]
+
+
+@given(
+    st.lists(
+        st.sampled_from(OFFERS).flatmap(
+            lambda part: st.tuples(st.just(part), st.sampled_from(["read", "free", "withdrawn"]))
+        ),
+        max_size=12,
+    )
+)
+def test_an_attempt_is_withdrawn_once_nobody_can_read_any_of_its_parts(
+    steps: list[tuple[PartId, str]],
+) -> None:
+    engine = OfferingEngine()
+    table = transfer_table.TransferTable(cast(TransferEngine, engine))
+    layout = describe(OFFERED, num_blocks=1)
+    for part in OFFERS:
+        table.offer(part, OfferEntry(OFFERED, layout, math.inf))
+    table.step()
+    assert [type(each) for each in table.take_events()] == [Offered] * len(OFFERS)
+    offers = dict(zip(OFFERS, engine.offers, strict=True))
+    withdrawn: dict[AttemptKey, bool] = {}  # and whether that was reported
+    for part, what in steps:
+        match what:
+            case "read":
+                offers[part].is_read = True
+            case "free":
+                offers[part].is_free = True
+            case _ if part.key not in withdrawn:
+                table.withdraw(part.key, was_read=False)
+                withdrawn[part.key] = False
+        table.step()
+        table.step()  # what the first one withdraws may be free at once
+        kept = {each for each, offer in offers.items() if offer.told is None or not offer.is_free}
+        for each, offer in offers.items():
+            assert (offer.told is not None) == (offer.is_read or each.key in withdrawn)
+        assert table.num_offers == len(kept)
+        expected = [key for key, was_told in withdrawn.items() if not was_told]
+        expected = [key for key in expected if key not in {each.key for each in kept}]
+        assert table.take_events() == [Withdrawn(key) for key in expected]
+        withdrawn.update(dict.fromkeys(expected, True))
 
 
 BUGS: Final = {
