@@ -176,6 +176,9 @@ def test_the_command_reports_the_known_ones(capsys: Any, tmp_path: Path) -> None
     assert text.startswith("C1 ") and "\nknown findings met: " in text
     assert main(["fuzz", "--replay", str(found)]) == 1  # the file names the known ones, too
     assert capsys.readouterr().out.startswith("C1 ")
+    for known, status in (([*TWO_NAMES, "C1"], 0), (TWO_NAMES, 1), (["C1"], 1)):
+        assert main(["fuzz", "--replay", str(found), "--known", *known]) == status
+        assert capsys.readouterr().out.startswith("C1 ") == (known == TWO_NAMES), "only those"
     assert main(["fuzz", *options, "--known", *TWO_NAMES, "C1"]) == 0
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import Phase, reject, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, invariant, rule
+from hypothesis.stateful import Bundle, invariant, precondition, rule
 
 from radixkv.scheduler.fuzz import targets
 from radixkv.spec.adapters.cache import AdapterError
@@ -372,6 +372,27 @@ def test_make_may_be_a_function_and_rules_and_invariants_may_be_added() -> None:
 
     run(Machine)
     assert seen["remember"] > 20 and seen["look"] > 20 and seen["invariant"] > 1_000
+
+
+def test_rules_that_are_added_run_only_if_their_precondition_holds() -> None:
+    ran: Counter[bool] = Counter()
+
+    @FEW
+    class Machine(CacheMachine):
+        make = Plain
+
+        @precondition(lambda self: len(self.trace) % 3 == 1)
+        @rule()
+        def sometimes(self) -> None:
+            ran[len(self.trace) % 3 == 1] += 1
+
+        @precondition(lambda self: False)
+        @rule()
+        def never(self) -> None:
+            raise AssertionError
+
+    run(Machine)
+    assert ran[True] > 10 and not ran[False]
 
 
 def test_a_machine_may_name_sizes_and_known_findings() -> None:

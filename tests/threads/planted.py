@@ -180,6 +180,17 @@ BY_HAND: dict[str, tuple[Planted, ...]] = {
 """,
         ),
     ),
+    "scheduler.metrics.recorder": (
+        Planted(
+            "Recorder._give: the end is marked after the lock was given back",
+            find="""            asked, self._asked = self._asked, None
+            self.has_ended = is_final
+""",
+            replace="""            asked, self._asked = self._asked, None
+        self.has_ended = is_final
+""",
+        ),
+    ),
     "scheduler.metrics.engine_metrics": (
         Planted(
             "EngineMetrics._ask: the engine is called before there is a future",
