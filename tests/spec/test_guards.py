@@ -15,7 +15,7 @@ from .guards import COMMITTED, Proof, broken_by, guards, proofs
 
 TABLE: Final[dict[str, list[str]]] = json.loads(COMMITTED.read_text("utf-8"))
 
-MOST_UNBROKEN: Final = 83
+MOST_UNBROKEN: Final = 82
 """Guards that no planted bug breaks: other tests break many of them, by hand."""
 
 BY_FILE: Final[defaultdict[str, list[str]]] = defaultdict(list)

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from radixkv.scheduler.fuzz import tier_adapter
-from radixkv.spec.harness.engine import Trace, replay
+from radixkv.spec.harness.engine import Operation, Trace, replay
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.harness.tiers.operations import TIER_TABLE
 from radixkv.spec.harness.tiers.world import TierSubject, TierWorld
@@ -318,6 +318,30 @@ def test_what_was_dropped_before_storage_was_told_may_be_told_again() -> None:
         ["drain"],
     ]
     assert replay(subject(), config, trace) is None
+
+
+COPY_CALLS: list[Operation] = [
+    ["result", "out1", [], 1], ["fence", "out1"], ["second", "out1", []],
+    ["wrong_result", "out1", 2],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "applies"),
+    [
+        ([], [False] * 4),
+        ([["park", "r1", "host"], ["take"]], [True, False, False, True]),
+        ([["park", "r1", "host"], ["take"], ["result", "out1", [], 0]], [False, True, True, False]),
+        ([["park", "r1", "host"], ["take"], ["result", "out1", [], 1]], [False] * 4),
+    ],
+    ids=["none", "open", "not fenced", "fenced"],
+)
+def test_what_may_be_reported_of_a_copy(before: Trace, applies: list[bool]) -> None:
+    start: Trace = [["submit", "r1", [0, 3], 0, 0], ["admit", "r1"], ["forward", "r1", 2]]
+    for call, does in zip(COPY_CALLS, applies, strict=True):
+        world = subject().world({**CONFIG, "storage": 0})
+        assert all([world.apply(operation) for operation in [*start, *before]])
+        assert world.apply(call) == does, call
 
 
 def test_a_picture_shows_every_tier_and_what_is_under_way() -> None:

@@ -53,12 +53,13 @@ _SPEC_CACHE: Final = _tests(
     _SPEC, "cache_model", "events", "guards", "traffic", "misuse", "cache_spec", "designs"
 )
 _SPEC_TIERS: Final = _tests(
-    _SPEC, "residency", "tier_model", "traffic", "tier_spec", "tier_planted"
+    _SPEC, "residency", "tier_model", "traffic", "wrong_answers", "tier_spec", "tier_planted"
 )
 _SPEC_SCHEDULER: Final = _tests(
     _SPEC,
     "scheduler_model",
     "traffic",
+    "wrong_answers",
     "guards",
     "scheduler_designs",
     "tiered_scheduler_spec",
@@ -251,6 +252,7 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "spec/model/cache.py": _SPEC_CACHE,
     "spec/model/events.py": _SPEC_CACHE,
     "spec/model/ghost.py": _tests(_SPEC, "ghost"),
+    "spec/model/group.py": _tests(_SPEC, "group"),
     "spec/model/handoff.py": _SPEC_HANDOFF,
     "spec/model/promises.py": _SPEC_CACHE,
     "spec/model/scheduler.py": _SPEC_SCHEDULER,
@@ -258,6 +260,7 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "spec/model/tiers/operations.py": _SPEC_TIERS,
     "spec/model/tiers/residency.py": _SPEC_TIERS,
     "spec/model/tiers/uses.py": _SPEC_TIERS,
+    "spec/model/two_tier_law.py": _tests(_SPEC, "residency", "tier_model", "tier_spec"),
     "spec/rules/rule.py": _tests(_SPEC, "rules", "cache_model", "known"),
 }
 """The tests that hunt the mutants of each file, the nearest first."""

@@ -99,8 +99,6 @@ def _resume(world: TierState, parked: Parked, num_blocks: int) -> int:
     """Check the hit of a resumed request; return the number of tail tokens that it loads."""
     num_whole, tail = divmod(parked.num_tokens, world.block_size)
     is_whole = parked.is_saved and parked.where == "host"
-    require(not is_whole or num_blocks >= num_whole, rules.T37, "{} of {} blocks are left",
-            num_blocks, num_whole)  # fmt: skip
     world.situations["resumed, and all is there" if is_whole else "resumed in part"] += 1
     return tail if parked.keeps_tail and num_blocks == num_whole else 0
 

@@ -1,0 +1,247 @@
+"""A manager of tiers, or a scheduler over one, with one wrong answer breaks the rule about it.
+
+The answers are those that no planted bug of our code makes wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
+
+import pytest
+
+from radixkv import kvcache
+from radixkv import scheduler as own_scheduler
+from radixkv.scheduler.fuzz.tier_adapter import TierAdapter
+from radixkv.scheduler.fuzz.tiered_scheduler_adapter import TieredDecodeAdapter, TieredMixedAdapter
+from radixkv.spec.adapters.scheduler import SchedulerPromises
+from radixkv.spec.adapters.tiers import Copy
+from radixkv.spec.harness.engine import Config, Trace, replay
+from radixkv.spec.harness.random_engine import run
+from radixkv.spec.harness.scheduler.world import SchedulerSubject
+from radixkv.spec.harness.tiers.world import TierSubject
+
+Lie: TypeAlias = Callable[..., Any]
+"""Makes another answer: of the adapter, the true answer and the arguments of the call."""
+
+
+def lying(kind: type[Any], method: str, lie: Lie) -> type[Any]:
+    """Return a class of adapters, one of whose methods gives other answers."""
+
+    def answer(self: Any, *arguments: Any) -> Any:
+        return lie(self, getattr(super(liar, self), method)(*arguments), *arguments)
+
+    liar = type("Liar", (kind,), {method: answer})
+    return liar
+
+
+def swapped(kind: str) -> Lie:
+    """Let the copies of a kind go to each other's blocks."""
+
+    def lie(_: TierAdapter, copies: list[Copy]) -> list[Copy]:
+        return [
+            replace(each, destinations=each.destinations[::-1]) if each.kind == kind else each
+            for each in copies
+        ]
+
+    return lie
+
+
+def without_tail(manager: TierAdapter, copies: list[Copy]) -> list[Copy]:
+    """Copy another block than that of the last tokens, which is not published."""
+    published = manager.snapshot().cached.values()
+    return [
+        replace(each, sources=(*each.sources[:-1], each.sources[0]))
+        if each.kind == "out" and each.sources[-1] not in published
+        else each
+        for each in copies
+    ]
+
+
+def without_moves(manager: TierAdapter, copies: list[Copy]) -> list[Copy]:
+    """Lose the copies that move blocks from the host to the device."""
+    moved = {
+        manager.tier_snapshot().host.get(prefix) for prefix in manager.tier_snapshot().promoting
+    }
+    return [each for each in copies if each.kind != "in" or not moved]
+
+
+def still_loading(manager: Any, copy: int | None, name: str) -> int | None:
+    """Name the copy that loaded a request also after it has ended."""
+    if copy is not None:
+        manager.copy_of = {**getattr(manager, "copy_of", {}), name: copy}
+    found: int | None = getattr(manager, "copy_of", {}).get(name)
+    return found
+
+
+def again(manager: Any, copies: list[Copy]) -> list[Copy]:
+    """Name a copy that was taken before."""
+    manager.first = [*getattr(manager, "first", []), *copies][:1]
+    return copies or manager.first
+
+
+def refusing(manager: Any, is_grown: bool, *_: object) -> bool:
+    """Note whether growth was refused."""
+    manager.has_refused = not is_grown
+    return is_grown
+
+
+def less_after_a_refusal(manager: Any, number: int) -> int:
+    """Count a block less as long as nothing has grown since growth was refused."""
+    return number - getattr(manager, "has_refused", False)
+
+
+def moved_by(method: str) -> type[Any]:
+    """A manager whose host has a free block less after a call that should change nothing."""
+
+    def lie(manager: Any, answer: Any, *_: object) -> Any:
+        manager.has_moved = method != "admit" or answer is None
+        return answer
+
+    def shown(manager: Any, shot: Any) -> Any:
+        has_moved = getattr(manager, "has_moved", False)
+        return replace(shot, free=shot.free[:-1]) if has_moved and shot.free else shot
+
+    return lying(lying(TierAdapter, method, lie), "tier_snapshot", shown)
+
+
+class IgnoresResets(TierAdapter):
+    """Its leases outlive a reset."""
+
+    def reset_but(self, keep: Sequence[bytes]) -> None:
+        if not self.leases:
+            super().reset_but(keep)
+
+
+class LosesABlock(TierAdapter):
+    """As soon as no request runs, it counts one block less."""
+
+    def available(self) -> int:
+        return super().available() - bool(self.ended and not self.leases)
+
+
+TIERS: Final[dict[str, tuple[type[Any], str]]] = {
+    "a fence is not heard": (
+        lying(TierAdapter, "fence", lambda *_: False), "T13 .*the fence of .* has no effect",
+    ),
+    "a copy ends before it is taken": (
+        lying(TierAdapter, "early", lambda _, answer: (answer[0], 1)),
+        "T13 .*1 operations ended that were not taken",
+    ),
+    "a copy is taken twice": (lying(TierAdapter, "take", again), "T13 .*is taken again"),
+    "a result that is not to be heard moves blocks": (
+        moved_by("wrong_result"), "T12 .*is not to be heard, and blocks move",
+    ),
+    "a refused admission moves blocks": (moved_by("admit"), "A8 .*was refused, and tiers changed"),
+    "blocks are promoted before their copy ends": (
+        lying(TierAdapter, "promoted", lambda _, answer, name: answer + 1),
+        "T7 .*at its admission",
+    ),
+    "tokens are ready before their copy ends": (
+        lying(TierAdapter, "ready", lambda _, answer, name: answer + 1), "T7 .*at its admission",
+    ),
+    "a request loads after its copy has ended": (
+        lying(TierAdapter, "loading", still_loading), "T7 .*still loads",
+    ),
+    "a lookup is for nobody": (
+        lying(TierAdapter, "asking", lambda *_: -1), "T4 .*is for nobody",
+    ),
+    "what is loaded comes into other blocks": (
+        lying(TierAdapter, "take", swapped("in")), "T6 .*is loaded into blocks",
+    ),
+    "what is written to the host comes into other blocks": (
+        lying(TierAdapter, "take", swapped("out")), "T2 .*it is awaited in",
+    ),
+    "the tail of a parked request is not saved": (
+        lying(TierAdapter, "take", without_tail), "T10 .*the tail of .* is not saved",
+    ),
+    "a move to the device never begins": (
+        lying(TierAdapter, "take", without_moves),
+        "T16 .*copies are under way by nothing",
+    ),
+    "a block is missing after refused growth": (
+        lying(lying(TierAdapter, "append", refusing), "available", less_after_a_refusal),
+        "A8 .*available after a refusal",
+    ),
+    "leases outlive a reset": (IgnoresResets, "R4 .*have leases after a reset"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TIERS)
+def test_a_wrong_answer_of_tiers_breaks_its_rule(name: str) -> None:
+    kind, text = TIERS[name]
+    subject = TierSubject(lambda config: kind(kvcache, config))
+    finding = run(subject, 1, 5_000).finding
+    assert finding is not None, "it is not found"
+    assert re.match(text, f"{finding.rule} {finding.why}")
+
+
+def test_a_block_that_is_missing_when_all_have_ended_is_noticed() -> None:
+    subject = TierSubject(lambda config: LosesABlock(kvcache, config))
+    config = subject.configure(lambda bound: bound - 1)
+    trace: Trace = [["submit", "r1", [0], 0, 0], ["admit", "r1"], ["drain"]]
+    violation = replay(subject, config, trace)
+    assert violation is not None and violation.rule.code == "D1"
+
+
+NEW: Final = kvcache.CacheManager(1, 1).epoch
+
+
+def one_before_a_reset(scheduler: TieredMixedAdapter, number: int) -> int:
+    """Count one more, before another rule looks."""
+    return number + (scheduler.manager.epoch == NEW)
+
+
+def with_nobody(_: Any, names: list[str]) -> list[str]:
+    """Name a request that nobody has submitted, too."""
+    return [*names, "nobody"]
+
+
+SCHEDULERS: Final[dict[str, tuple[type[Any], str]]] = {
+    "a result is not heard": (
+        lying(TieredMixedAdapter, "complete", lambda *_: False),
+        "Q35 .*the result of .* is not believed",
+    ),
+    "a fence is not heard": (
+        lying(TieredMixedAdapter, "fence", lambda *_: False),
+        "Q35 .*the fence of .* is not believed",
+    ),
+    "a request is parked when all have ended": (
+        lying(TieredMixedAdapter, "num_parked", one_before_a_reset),
+        "Q38 .*all have ended, .* 1 are",
+    ),
+    "a host block is held when all have ended": (
+        lying(TieredMixedAdapter, "num_pinned", lambda *_: 1), "Q38 .*all have ended, .* 1 host",
+    ),
+    "a copy goes on when all have ended": (
+        lying(TieredMixedAdapter, "num_copies", lambda _, number: number + 1),
+        "Q38 .*all have ended, 1 copies",
+    ),
+    "nobody runs": (
+        lying(TieredMixedAdapter, "running", with_nobody), "Q2 .*nobody runs, and is not live",
+    ),
+    "nobody is computed": (
+        lying(TieredMixedAdapter, "schedule", lambda _, chunks: [*chunks, ("nobody", 0, 1)]),
+        "Q2 .*nobody is computed, and is not live",
+    ),
+    "nobody is received": (
+        lying(TieredDecodeAdapter, "receive", lambda _, got: got._replace(name="nobody")),
+        "Q2 .*nobody is received, and is not live",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_wrong_answer_of_a_scheduler_breaks_its_rule(name: str) -> None:
+    kind, text = SCHEDULERS[name]
+    right = TieredMixedAdapter if issubclass(kind, TieredDecodeAdapter) else TieredDecodeAdapter
+
+    def make(config: Config) -> Any:
+        is_of_kind = issubclass(kind, TieredDecodeAdapter) == bool(config["decode"])
+        return (kind if is_of_kind else right)(config, own_scheduler, SchedulerPromises.all())
+
+    finding = run(SchedulerSubject(make, has_tiers=True), 1, 5_000).finding
+    assert finding is not None, "it is not found"
+    assert re.match(text, f"{finding.rule} {finding.why}")
