@@ -8,20 +8,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any, Final, TypeAlias
 
 import pytest
 
 from radixkv import kvcache
 from radixkv import scheduler as own_scheduler
+from radixkv.scheduler.fuzz.handoff_adapter import HandoffAdapter
 from radixkv.scheduler.fuzz.tier_adapter import TierAdapter
 from radixkv.scheduler.fuzz.tiered_scheduler_adapter import TieredDecodeAdapter, TieredMixedAdapter
 from radixkv.spec.adapters.scheduler import SchedulerPromises
 from radixkv.spec.adapters.tiers import Copy
-from radixkv.spec.harness.engine import Config, Trace, replay
+from radixkv.spec.harness.engine import Config, Subject, Trace, replay
+from radixkv.spec.harness.handoff.world import HandoffSubject, HandoffWorld
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
 from radixkv.spec.harness.tiers.world import TierSubject
+from radixkv.spec.rules.rule import Violation
 
 Lie: TypeAlias = Callable[..., Any]
 """Makes another answer: of the adapter, the true answer and the arguments of the call."""
@@ -35,6 +39,18 @@ def lying(kind: type[Any], method: str, lie: Lie) -> type[Any]:
 
     liar = type("Liar", (kind,), {method: answer})
     return liar
+
+
+def assert_found(subject: Subject, text: str) -> None:
+    """Assert that a random run breaks a rule with a text; a wrong answer may break others, too."""
+    found = []
+    for seed in (3, 1):
+        finding = run(subject, seed, 4_000).finding
+        assert finding is not None, "it is not found"
+        found.append(f"{finding.rule} {finding.why}")
+        if re.match(text, found[-1]):
+            return
+    raise AssertionError(f"found are {found}")
 
 
 def swapped(kind: str) -> Lie:
@@ -173,9 +189,7 @@ TIERS: Final[dict[str, tuple[type[Any], str]]] = {
 def test_a_wrong_answer_of_tiers_breaks_its_rule(name: str) -> None:
     kind, text = TIERS[name]
     subject = TierSubject(lambda config: kind(kvcache, config))
-    finding = run(subject, 1, 5_000).finding
-    assert finding is not None, "it is not found"
-    assert re.match(text, f"{finding.rule} {finding.why}")
+    assert_found(subject, text)
 
 
 def test_a_block_that_is_missing_when_all_have_ended_is_noticed() -> None:
@@ -242,6 +256,59 @@ def test_a_wrong_answer_of_a_scheduler_breaks_its_rule(name: str) -> None:
         is_of_kind = issubclass(kind, TieredDecodeAdapter) == bool(config["decode"])
         return (kind if is_of_kind else right)(config, own_scheduler, SchedulerPromises.all())
 
-    finding = run(SchedulerSubject(make, has_tiers=True), 1, 5_000).finding
-    assert finding is not None, "it is not found"
-    assert re.match(text, f"{finding.rule} {finding.why}")
+    assert_found(SchedulerSubject(make, has_tiers=True), text)
+
+
+def of_system(part: str, method: str, lie: Lie) -> type[HandoffAdapter]:
+    """Return a class of systems whose nodes, or gateway, give other answers."""
+
+    def made(_: HandoffAdapter, part: Any, *__: object) -> Any:
+        answer = getattr(part, method)
+        setattr(part, method, lambda *arguments: lie(part, answer(*arguments), *arguments))
+        return part
+
+    return lying(HandoffAdapter, part, made)
+
+
+HANDOFFS: Final[dict[str, tuple[type[HandoffAdapter], str]]] = {
+    "a block is missing when all have ended": (
+        of_system("node", "num_free", lambda _, number: number - 1), "X23 .* free blocks",
+    ),
+    "a gateway forgets to answer": (
+        of_system("gateway", "take_answers", lambda *_: []), "X20 .* have no answer",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HANDOFFS)
+def test_a_wrong_answer_of_a_handoff_breaks_its_rule(name: str) -> None:
+    kind, text = HANDOFFS[name]
+    assert_found(HandoffSubject(kind), text)
+
+
+def in_a_step(factory: Callable[[Config], HandoffAdapter], role: str) -> tuple[HandoffWorld, str]:
+    """Return a world that a node of a role has a step in flight in, and the node's name."""
+    generator = Random(1)
+
+    def below(bound: int) -> int:
+        return int(generator.random() * bound)
+
+    subject = HandoffSubject(factory)
+    world = subject.world(subject.configure(below))
+    while not (found := [n for n in world.live() if n.flights and n.name[0] == role]):
+        world.apply(world.draw(below))
+    return world, found[0].name
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+def test_a_node_resets_between_steps_only(role: str) -> None:
+    resets_at_once = of_system("node", "reset", lambda *_: True)
+    world, name = in_a_step(resets_at_once, role)
+    assert world.apply(["reset", name])
+    with pytest.raises(Violation, match=rf"\[X14 .*{name} resets with 1 steps in flight"):
+        world.apply(["tick", 1])
+    world, name = in_a_step(HandoffAdapter, role)
+    number = world.situations["reset"]
+    for operation in (["reset", name], ["tick", 1], ["drain"]):
+        assert world.apply(operation)
+    assert world.situations["reset"] > number

@@ -65,7 +65,9 @@ _SPEC_SCHEDULER: Final = _tests(
     "tiered_scheduler_spec",
     "scheduler_spec",
 )
-_SPEC_HANDOFF: Final = _tests(_SPEC, "handoff_model", "traffic", "handoff_spec", "handoff_planted")
+_SPEC_HANDOFF: Final = _tests(
+    _SPEC, "handoff_model", "traffic", "wrong_answers", "handoff_spec", "handoff_planted"
+)
 
 HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "kvcache/copies/background_writer.py": _tests(_COPIES, "background_writer", "tier_driver"),

@@ -193,6 +193,7 @@ class HandoffState(ABC):
 
     Attributes:
         now: the clock, in ticks.
+        in_tick: whether time passes in the current operation.
         network: messages in the network, oldest first.
         prefill_names, decode_names: of all nodes: "p0", ..., "d0", ...
         nodes: by name; None if a node has crashed.
@@ -208,6 +209,8 @@ class HandoffState(ABC):
         situations: number of events, by kind.
     """
 
+    in_tick: bool
+
     def __init__(self, config: Config, factory: HandoffFactory) -> None:
         self.config = config
         self.system = factory(config)
@@ -216,7 +219,6 @@ class HandoffState(ABC):
         self.num_groups: int = config["num_groups"]
         self.num_shards: int = config.get("num_shards", 1)
         self.now = 0
-        self.in_tick = False
         self.network: list[Envelope] = []
         self.transfers: list[Transfer] = []
         self.severed: dict[str, int | None] = {}
