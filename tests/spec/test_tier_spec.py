@@ -31,7 +31,7 @@ def subject() -> TierSubject:
 
 @pytest.mark.nightly
 def test_every_situation_comes_up_often_enough() -> None:
-    result = run(subject(), 1, 25_000)
+    result = run(subject(), 1, 50_000)
     assert result.finding is None, result.finding
     assert not too_rare(result.situations, TIER_FLOORS, result.num_steps)
     assert len(TIER_FLOORS) >= 25
