@@ -36,6 +36,8 @@ _ENGINE, _EVENTS = "tests/scheduler/engine/", "tests/scheduler/events/"
 _METRICS, _MODELS = "tests/scheduler/metrics/", "tests/scheduler/models/"
 _REPLAY, _TEXT = "tests/scheduler/replay/", "tests/scheduler/text/"
 _NODES, _TRANSPORT = "tests/scheduler/nodes/", "tests/scheduler/nodes/transport/"
+_BENCH, _CLI = "tests/scheduler/bench/", "tests/scheduler/cli/"
+_SERVER, _SERVING = "tests/scheduler/server/", "tests/scheduler/serving/"
 _SPEC = "tests/spec/"
 
 
@@ -181,6 +183,30 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "scheduler/fuzz/tiered_scheduler_adapter.py": _tests(
         _SPEC, "our_adapters", "our_tier_adapter", "tiered_scheduler_spec"
     ),
+    "scheduler/bench/cache.py": _tests(_BENCH, "cache", "workload"),
+    "scheduler/bench/decode.py": _tests(_BENCH, "decode"),
+    "scheduler/bench/evict.py": _tests(_BENCH, "evict"),
+    "scheduler/bench/step.py": _tests(_BENCH, "step"),
+    "scheduler/bench/timing.py": _tests(_BENCH, "timing"),
+    "scheduler/bench/workload.py": _tests(_BENCH, "workload", "cache"),
+    "scheduler/cli/exit_status.py": _tests(_CLI, "main"),
+    "scheduler/cli/events.py": _tests(_CLI, "events"),
+    "scheduler/cli/hits.py": _tests(_CLI, "hits"),
+    "scheduler/cli/main.py": _tests(_CLI, "main", "console"),
+    "scheduler/cli/shared/output.py": _tests(_CLI, "output"),
+    "scheduler/cli/shared/processes.py": _tests(_CLI, "processes"),
+    "scheduler/cli/shared/prompts.py": _tests(_CLI, "prompts"),
+    "scheduler/cli/storage.py": _tests(_CLI, "storage"),
+    "scheduler/engine/step_arrays.py": _tests(_ENGINE, "step_arrays"),
+    "scheduler/engine/tier_copies.py": _tests(_ENGINE, "tier_copies"),
+    "scheduler/server/auth.py": _tests(_SERVER, "doors"),
+    "scheduler/server/descriptors.py": _tests(_SERVER, "descriptors"),
+    "scheduler/server/errors.py": _tests(_SERVER, "doors"),
+    "scheduler/server/limits.py": _tests(_SERVER, "bodies", "doors", "stalls"),
+    "scheduler/server/replies.py": _tests(_SERVER, "replies"),
+    "scheduler/server/schema.py": _tests(_SERVER, "schema", "bodies"),
+    "scheduler/serving/outputs.py": _tests(_SERVING, "outputs"),
+    "scheduler/serving/sizes.py": _tests(_SERVING, "sizes"),
     "spec/adapters/cache.py": _tests(_SPEC, "target", "inputs", "foreign"),
     "spec/adapters/cache_target.py": _tests(_SPEC, "target", "inputs", "foreign"),
     "spec/adapters/handoff.py": _tests(_SPEC, "our_handoff_adapter"),
