@@ -7,12 +7,13 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.scheduler.request import Request, TokenLogprob
 from radixkv.scheduler.server.replies import new_logprobs
-from radixkv.scheduler.serving.outputs import Completion
+from radixkv.scheduler.serving.outputs import Completion, PrefixHits
 from radixkv.scheduler.text import Detokenizer
 
 from ...tokenizers import words
@@ -46,6 +47,7 @@ def test_the_parts_of_an_output_are_those_of_its_tokens(
             number = len(request.output_tokens)
             request.append(tokens[number])
             request.output_logprobs.append(TokenLogprob(tokens[number], -float(number), 1, ()))
+        assert before == 0 or completion.take(before, None) is None  # it has been told
         output = completion.take(place, "length" if place == len(tokens) else None)
         assert output is not None and place > before
         new_text, new_tokens = new_text + output.new_text, [*new_tokens, *output.new_token_ids]
@@ -59,3 +61,31 @@ def test_the_parts_of_an_output_are_those_of_its_tokens(
             assert (output.text, new_tokens) == (expected, tokens[: len(new_tokens)])
             return
     raise AssertionError("the output has no end")
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_an_output_tells_what_its_request_has_so_far(asks: bool) -> None:
+    request = Request("a", [1, 2, 3], 5, prompt_logprobs=0 if asks else None)
+    completion = Completion(request, None, (), name="b", index=4)
+    assert not completion.has_stop and completion.take(0, None) is None
+    hits = PrefixHits(1, 2, 4)
+    request.num_hit_tokens, request.num_host_hit_tokens, request.num_storage_hit_tokens = hits
+    records = (None, *(TokenLogprob(token, -1.0, 1, ()) for token in (2, 3)))
+    told = []
+    for number in range(4):
+        if asks and number == 1:  # the prompt has been computed before the first token
+            request.prompt_records.extend(records[1:])
+        if number:
+            request.append(10 + number)
+        output = completion.take(number, "length" if number == 3 else None)
+        assert (output is None) == (number == 0)
+        if output is not None:
+            assert (output.request_id, output.index, output.num_prompt_tokens) == ("b", 4, 3)
+            assert (output.text, output.new_text, output.hits) == ("", "", hits)
+            assert output.new_token_ids == (10 + number,) and output.logprobs is None
+            told.append(output.prompt_logprobs)
+    assert told == [records if asks else None] * 3
+    assert completion.take(3, None) is None
+    ended = completion.take(3, "abort")
+    assert ended is not None and (ended.finish_reason, ended.new_token_ids) == ("abort", ())
+    assert ended.prompt_logprobs == told[0]

@@ -20,6 +20,7 @@ from radixkv.scheduler.models import ModelConfig, load_config, make_tiny_checkpo
 from radixkv.scheduler.serving import sizes
 from radixkv.scheduler.serving.sizes import (
     DeviceMemory,
+    EngineSizes,
     choose_sizes,
     device_memory,
     least_memory,
@@ -112,6 +113,22 @@ def test_sizes_that_are_given_are_taken(config):
     weights = "512 MiB of weights and 1,000,000 blocks of 8 tokens take"
     assert str(chosen) == f"{weights} 2.41 GiB of 1 GiB (241%); {rest}"
     assert str(replace(chosen, kv_copies=2)) == f"{weights} 4.31 GiB of 1 GiB (431%); {rest}"
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 9])
+@pytest.mark.parametrize("host_blocks", [0, 1, 5])
+@pytest.mark.parametrize("kv_copies", [1, 2])
+def test_what_is_told_has_the_padding_of_every_pool(
+    num_blocks: int, host_blocks: int, kv_copies: int
+) -> None:
+    mib = 2**20
+    sizes = EngineSizes(16, num_blocks, 64, 4, 128, 3 * mib, mib, 100 * mib, host_blocks, kv_copies)
+    total = 3 + (num_blocks + 1) * kv_copies
+    told = str(sizes)
+    assert told.startswith(f"3 MiB of weights and {num_blocks} blocks of 16 tokens take ")
+    assert f" take {total} MiB of 100 MiB ({total}%); " in told
+    host = f"; {host_blocks} blocks on the host take {host_blocks + 1} MiB"
+    assert told.endswith(host if host_blocks else " tokens per step")
 
 
 def test_no_room(config):
