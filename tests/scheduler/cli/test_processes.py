@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,6 +167,22 @@ def test_an_error_ends_a_process_of_a_group_at_once(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.endswith(text)
+
+
+@pytest.mark.parametrize("has_stderr", [True, False])
+def test_what_libraries_print_on_stdout_goes_to_stderr(has_stderr: bool) -> None:
+    script = f"""
+import os, sys
+from radixkv.scheduler.cli.shared.processes import _keep_stdout
+sys.stderr = sys.stderr if {has_stderr} else None
+print("before", end=", ")
+_keep_stdout()
+os.write(1, b"a library")
+print("after")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    told = "a library" if has_stderr else ""
+    assert (done.stdout, done.stderr) == ("before, after\n", told)
 
 
 def test_only_process_0_opens_what_is_shared_or_written() -> None:

@@ -238,7 +238,7 @@ def test_unpack_returns_what_pack_wrote(lengths, num_rows, data):
         chunks.append(Chunk(running(manager, prompt, publish=publish), start, length))
     # Few shapes, because each compiles; with or without padding.
     shape = Shape(False, -(-sum(lengths) // 9) * 9, num_rows)
-    batch, _ = unpacked(chunks, shape, manager, width=5)
+    batch, sampling = unpacked(chunks, shape, manager, width=5)
     for row, chunk in enumerate(chunks):
         lease = chunk.request.lease
         assert lease is not None
@@ -256,6 +256,7 @@ def test_unpack_returns_what_pack_wrote(lengths, num_rows, data):
     assert not batch.q_lengths[len(chunks) :].any() and not batch.kv_lengths[len(chunks) :].any()
     assert (batch.slots[sum(lengths) :] == -1).all()
     assert not batch.block_tables[len(chunks) :].any()
+    assert not sampling.temperature[len(chunks) :].any()  # greedy, without the slow path
 
 
 # What stays on the device
