@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,11 @@ import pytest
 
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler.bench.cache import PHASES, TOKEN_FORMS, bench_cache
+from radixkv.scheduler.bench.timing import us_summary
 from radixkv.scheduler.bench.workload import WorkloadError
 from radixkv.scheduler.replay.trace import TraceRequest
+
+from .conftest import Clock
 
 pytestmark = pytest.mark.usefixtures("no_collection")
 
@@ -74,3 +79,35 @@ def test_a_request_larger_than_the_cache_is_refused() -> None:
 def test_no_requests_are_refused() -> None:
     with pytest.raises(WorkloadError, match="the trace has no requests"):
         bench_cache([], block_size=16, num_blocks=96)
+
+
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_figures_are_those_of_their_pass(num_requests: int, clock: Clock) -> None:
+    def duration(column: int, call: int) -> int:
+        run, number = divmod(call, num_requests)
+        return (1_000_003, 10_007, 101)[run] * (number * number + column + 1)
+
+    for column, name in enumerate(PHASES):
+        clock.takes(name, functools.partial(duration, column))
+    requests = REQUESTS[:num_requests]
+    figures = bench_cache(requests, block_size=16, num_blocks=1000)
+    numbers = range(num_requests)
+
+    def spans(run: int, columns: Iterable[int]) -> Any:
+        calls = [run * num_requests + number for number in numbers]
+        return np.array([sum(duration(column, call) for column in columns) for call in calls])
+
+    def cost(spans_ns: Any) -> dict[str, Any]:
+        per_block = round(float(spans_ns.sum()) / figures["blocks"], 3)
+        return {"us_per_request": us_summary(spans_ns), "ns_per_block": per_block}
+
+    every = range(len(PHASES))
+    # A span of one phase has the cost of one reading; that of whole requests has no others.
+    expected = cost(spans(1, every)) | {"clock_ns": Clock.cost_ns}
+    expected["phases"] = {name: cost(spans(2, [index])) for index, name in enumerate(PHASES)}
+    expected["first_pass_us_per_request"] = us_summary(spans(0, every))
+    assert {name: figures[name] for name in expected} == expected
+    hit_tokens, prompt_tokens = figures["hit_tokens"], figures["prompt_tokens"]
+    assert figures["hit_rate"] == round(hit_tokens / prompt_tokens, 6)
+    assert (figures["block_size"], figures["device_blocks"]) == (16, 1000)
+    assert clock.managers == [(1000, 16)] * 3

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from radixkv.scheduler.bench.evict import bench_evict
 from radixkv.scheduler.bench.workload import WorkloadError
+
+from .conftest import Clock
 
 pytestmark = pytest.mark.usefixtures("no_collection")
 
@@ -24,6 +27,31 @@ def test_each_call_is_measured(num_blocks: int, evict: int, chain: int) -> None:
         evict,
         chain,
     )
+
+
+@pytest.mark.parametrize("calls", [1, 2, 5])
+@pytest.mark.parametrize("evict", [1, 7])
+def test_figures_are_medians_of_the_calls_after_the_warm_up(
+    calls: int, evict: int, clock: Clock
+) -> None:
+    def duration(call: int) -> int:
+        return 3_000_000 + 123_457 * call * call
+
+    clock.takes("evict", duration)
+    clock.takes("publish", lambda call: 10**7)  # refilling is not timed
+    figures = bench_evict(num_blocks=30, evict=evict, chain=8, block_size=2, calls=calls)
+    median = float(np.median([duration(call) for call in range(10, 10 + calls)]))
+    assert figures == {
+        "device_blocks": 30,
+        "evict": evict,
+        "chain": 8,
+        "block_size": 2,
+        "calls": calls,
+        "ms_per_call": round(median / 1e6, 6),
+        "us_per_block": round(median / 1e3 / evict, 6),
+    }
+    assert clock.managers == [(30, 2)]
+    assert clock.calls == {"evict": 10 + calls, "publish": 4 + 10 + calls}, "chains are whole"
 
 
 def test_more_than_the_pool_is_refused() -> None:
