@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from radixkv.scheduler.cli.errors import BadInputError
-from radixkv.scheduler.cli.shared.prompts import Sizes, choose_sizes, read_prompts
+from radixkv.scheduler.cli.shared.prompts import Sizes, choose_sizes, prompts_failed, read_prompts
 
 
 def _encode(text: str) -> list[int]:
@@ -61,12 +62,19 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
         read_prompts(path, vocab_size=128, encode=_encode)
 
 
-def _sizes(*lengths: int, max_positions: int = 20, itemsize: int = 1, **options: Any) -> Sizes:
+def _sizes(
+    *lengths: int,
+    max_positions: int = 20,
+    itemsize: int = 1,
+    kv: tuple[int, int, int] = (1, 1, 1),
+    **options: Any,
+) -> Sizes:
     """Sizes for prompts of some lengths with 4 new tokens each, in blocks of 4 tokens."""
     given = {"block_size": 4, "max_new_tokens": 4, "n": 1, "device_blocks": None}
     arguments = Namespace(**(given | {"token_budget": None} | options))
+    layers, heads, dim = kv
     config: Any = SimpleNamespace(
-        num_layers=1, num_kv_heads=1, head_dim=1, max_positions=max_positions
+        num_layers=layers, num_kv_heads=heads, head_dim=dim, max_positions=max_positions
     )
     return choose_sizes(arguments, [[1] * each for each in lengths], cast(Any, config), itemsize)
 
@@ -78,6 +86,22 @@ def test_sizes_are_those_that_the_prompts_need() -> None:
     assert _sizes(3, 16, token_budget=1, device_blocks=5) == Sizes(5, 1, 1, 20)
     assert _sizes(3, 16, itemsize=2**30).num_blocks == 5, "room for the longest in any case"
     assert _sizes(*[4] * 9, itemsize=2**26).num_blocks == 8, "4 GiB"
+
+
+@pytest.mark.parametrize("kv", [(1, 1, 1), (2, 1, 1), (1, 4, 1), (1, 1, 8), (4, 2, 8)])
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+def test_a_default_cache_has_4_gib(kv: tuple[int, int, int], itemsize: int) -> None:
+    per_block = 2 * math.prod(kv) * 2**20 * itemsize
+    sizes = _sizes(*[4] * 5000, kv=kv, itemsize=itemsize, block_size=2**20)
+    assert sizes.num_blocks == min(5000, 2**32 // per_block)
+
+
+@pytest.mark.parametrize("others", [0, 1, 4])
+def test_prompts_that_failed_are_counted_after_the_first(others: int) -> None:
+    failures = {str(number + 3): f"reason {number}" for number in range(others + 1)}
+    error = prompts_failed(failures)
+    more = f" (and {others} more)" if others else ""
+    assert str(error) == f"prompt 3: reason 0{more}" and error.failures == failures
 
 
 @pytest.mark.parametrize(
