@@ -196,6 +196,7 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "scheduler/cli/shared/output.py": _tests(_CLI, "output"),
     "scheduler/cli/shared/processes.py": _tests(_CLI, "processes"),
     "scheduler/cli/shared/prompts.py": _tests(_CLI, "prompts"),
+    "scheduler/cli/shared/startup.py": _tests(_CLI, "startup"),
     "scheduler/cli/storage.py": _tests(_CLI, "storage"),
     "scheduler/engine/step_arrays.py": _tests(_ENGINE, "step_arrays"),
     "scheduler/engine/tier_copies.py": _tests(_ENGINE, "tier_copies"),

@@ -12,11 +12,11 @@ from radixkv.scheduler.bench import cache, decode, evict, step, timing
 
 
 class Clock:
-    """Nanoseconds, of which each reading costs some, and calls of the manager what they are told.
+    """Nanoseconds, of which each reading costs some, and calls what they are told.
 
     Attributes:
         managers: arguments of each manager that was made.
-        calls: number of calls of each method that takes time.
+        calls: number of calls of each function that takes time.
     """
 
     cost_ns = 7
@@ -38,17 +38,17 @@ class Clock:
         self.now_ns += self.cost_ns
         return self.now_ns
 
-    def takes(self, name: str, duration_ns: Callable[[int], int]) -> None:
-        """Let the n-th call of a method of the manager last as long as a function of n says."""
-        method = getattr(CacheManager, name)
+    def takes(self, owner: Any, name: str, duration_ns: Callable[[int], int]) -> None:
+        """Let the n-th call of a function of a class or module last as a function of n says."""
+        function = getattr(owner, name)
         self.calls[name] = 0
 
         def call(*arguments: Any) -> Any:
             self.now_ns += duration_ns(self.calls[name])
             self.calls[name] += 1
-            return method(*arguments)
+            return function(*arguments)
 
-        self._monkeypatch.setattr(CacheManager, name, call)
+        self._monkeypatch.setattr(owner, name, call)
 
 
 @pytest.fixture

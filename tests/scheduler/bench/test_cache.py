@@ -88,7 +88,7 @@ def test_figures_are_those_of_their_pass(num_requests: int, clock: Clock) -> Non
         return (1_000_003, 10_007, 101)[run] * (number * number + column + 1)
 
     for column, name in enumerate(PHASES):
-        clock.takes(name, functools.partial(duration, column))
+        clock.takes(CacheManager, name, functools.partial(duration, column))
     requests = REQUESTS[:num_requests]
     figures = bench_cache(requests, block_size=16, num_blocks=1000)
     numbers = range(num_requests)

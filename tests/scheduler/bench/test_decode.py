@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from radixkv.kvcache import CacheManager
 from radixkv.scheduler.bench.decode import bench_decode
 from radixkv.scheduler.bench.timing import us_summary
 
@@ -26,7 +27,7 @@ def test_figures_are_those_of_the_second_run(steps: int, block_size: int, clock:
     def duration(call: int) -> int:
         return 10**6 + 1003 * call * call
 
-    clock.takes("extend_batch", duration)
+    clock.takes(CacheManager, "extend_batch", duration)
     figures = bench_decode(batch=3, steps=steps, prompt_tokens=5, block_size=block_size)
     spans_ns = np.array([duration(call) for call in range(steps, 2 * steps)])
     p50, p99 = np.percentile(spans_ns, [50, 99])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from radixkv.kvcache import CacheManager
 from radixkv.scheduler.bench.evict import bench_evict
 from radixkv.scheduler.bench.workload import WorkloadError
 
@@ -37,8 +38,8 @@ def test_figures_are_medians_of_the_calls_after_the_warm_up(
     def duration(call: int) -> int:
         return 3_000_000 + 123_457 * call * call
 
-    clock.takes("evict", duration)
-    clock.takes("publish", lambda call: 10**7)  # refilling is not timed
+    clock.takes(CacheManager, "evict", duration)
+    clock.takes(CacheManager, "publish", lambda call: 10**7)  # refilling is not timed
     figures = bench_evict(num_blocks=30, evict=evict, chain=8, block_size=2, calls=calls)
     median = float(np.median([duration(call) for call in range(10, 10 + calls)]))
     assert figures == {

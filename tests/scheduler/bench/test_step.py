@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
 from radixkv.scheduler.bench import step
 from radixkv.scheduler.bench.step import BLOCK_SIZE, PHASES, bench_step
 from radixkv.scheduler.bench.workload import WorkloadError
+from radixkv.scheduler.mixed import MixedScheduler
+
+from .conftest import Clock
 
 pytestmark = pytest.mark.usefixtures("no_collection")
 
@@ -78,3 +82,39 @@ def test_requests_too_short_for_the_steps_are_refused() -> None:
     with pytest.raises(WorkloadError, match=text):
         bench_step(rows=1, max_model_len=58, prompt_tokens=5)
     bench_step(rows=1, max_model_len=59, prompt_tokens=5, device_ms=0.0)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_each_phase_has_the_median_of_its_measured_steps(
+    depth: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lasted: dict[str, list[int]] = {}
+
+    def takes(owner: object, function: str, phase: str, factor_ns: int) -> None:
+        lasted[phase] = []
+
+        def duration_ns(call: int) -> int:
+            lasted[phase].append(factor_ns * (call + 1) ** 2)
+            return lasted[phase][-1]
+
+        clock.takes(owner, function, duration_ns)
+
+    takes(MixedScheduler, "schedule", "schedule", 1009)
+    takes(step, "pack", "pack", 2003)
+    takes(step, "_step", "dispatch", 3001)
+    takes(MixedScheduler, "update", "update", 5003)
+    results = bench_step(rows=2, max_model_len=200, depth=depth, device_ms=0.0)
+    # The steps before, which fill the queue, do not count; nor does what the clock costs.
+    assert all(len(each) > step.NUM_STEPS for each in lasted.values())
+    phases = {
+        name: round(float(np.median(each[-step.NUM_STEPS :])) / 1000, 1)
+        for name, each in lasted.items()
+    }
+    assert results["host_us_per_step"] == {
+        "total": round(sum(phases.values()), 1),
+        "read": 0.0,
+        **phases,
+    }
+    sizes: dict[str, float] = {"rows": 2, "max_model_len": 200, "prompt_tokens": 64, "depth": depth}
+    sizes |= {"device_ms": 0.0, "waiting": 0, "steps": step.NUM_STEPS}
+    assert {name: results[name] for name in sizes} == sizes

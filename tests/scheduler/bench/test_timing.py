@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 
 import numpy as np
 import pytest
 
+from radixkv.scheduler.bench import timing
 from radixkv.scheduler.bench.timing import clock_cost_ns, quiet_heap, us_summary
 
 
@@ -32,6 +35,25 @@ def test_the_heap_is_frozen_within_and_collection_stays_on() -> None:
         assert gc.get_freeze_count() > 0
         assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+
+
+def test_garbage_is_collected_before_the_heap_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for name in ("collect", "freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, functools.partial(done.append, name))
+    with quiet_heap():
+        done.append("block")
+    assert done == ["collect", "freeze", "block", "unfreeze"]
+
+
+def test_the_cost_of_the_clock_is_the_median_of_its_readings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs = itertools.cycle([3, 40, 5, 1000, 5])  # of a reading, now and then with a pause
+    monkeypatch.setattr(
+        timing, "now_ns", lambda readings=itertools.accumulate(costs): next(readings)
+    )
+    assert clock_cost_ns() == 5
 
 
 def test_the_heap_is_thawed_if_a_benchmark_fails() -> None:

@@ -111,7 +111,7 @@ def test_prompts_that_failed_are_counted_after_the_first(others: int) -> None:
         ({"device_blocks": 4}, "need 5 blocks of 4 tokens, but the cache has 4"),
     ],
 )
-def test_a_prompt_that_does_not_fit_is_named(options: dict[str, int], complaint: str) -> None:
+def test_a_prompt_that_does_not_fit_is_named(options: dict[str, Any], complaint: str) -> None:
     text = f"^prompt 1: 16 prompt tokens and 4 new tokens {complaint}$"
     with pytest.raises(BadInputError, match=text):
         _sizes(3, 16, **options)

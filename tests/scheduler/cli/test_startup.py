@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import logging
-import os
+import platform
 import stat
-import subprocess
 import sys
 import warnings
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -48,6 +48,62 @@ def test_what_the_user_has_set_wins(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # JAX makes it
 
 
+def test_small_and_quick_programs_are_kept_unless_the_user_says_else(tmp_path: Path) -> None:
+    prefix = "JAX_PERSISTENT_CACHE_MIN_"
+    ours = {f"{prefix}COMPILE_TIME_SECS": "0", f"{prefix}ENTRY_SIZE_BYTES": "-1"}
+    for chosen in ({}, *({name: "5"} for name in ours)):
+        environment = {DIRECTORY: str(tmp_path), **chosen}
+        set_compilation_cache(environment, enabled=True)
+        assert environment == {DIRECTORY: str(tmp_path), **ours, **chosen}
+
+
+CPUINFO = "processor\t: 0\nmodel name\t: {model}\n{word}\t: {flags}\nbogomips\t: 1\n"
+
+
+def cache_name(cpuinfo: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The name of the cache on a machine with some /proc/cpuinfo, or without."""
+
+    def read_text(path: Path, encoding: str) -> str:
+        assert str(path) == "/proc/cpuinfo"
+        if cpuinfo is None:
+            raise FileNotFoundError
+        return cpuinfo
+
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", read_text)
+        set_compilation_cache(environment, enabled=True)
+    return Path(environment[DIRECTORY]).name
+
+
+@pytest.mark.parametrize("word", ["flags", "Features"])
+def test_processors_with_the_same_features_share_a_cache(
+    word: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = platform.machine()
+
+    def name(**fields: str) -> str:
+        return cache_name(CPUINFO.format(word=word, **fields), monkeypatch, tmp_path)
+
+    one = name(model="a", flags="fpu avx")
+    assert (
+        one.removeprefix(f"programs-{machine}-")
+        == sha256(f"{word}\t: fpu avx".encode()).hexdigest()[:8]
+    )
+    assert one == name(model="b", flags="fpu avx") != name(model="a", flags="fpu avx512")
+
+
+def test_a_machine_that_names_no_features_has_a_cache_by_what_else_it_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = set()
+    for model in ("a", "b"):
+        names.add(cache_name(f"model: {model}\nmore\n", monkeypatch, tmp_path))
+        monkeypatch.setattr(platform, "processor", lambda model=model: f"processor {model}")
+        names.add(cache_name(None, monkeypatch, tmp_path))
+    assert len(names) == 4
+
+
 @pytest.mark.parametrize("chosen", [None, "true", "1", "false"])
 def test_the_flag_turns_every_cache_off(tmp_path: Path, chosen: str | None) -> None:
     environment = {DIRECTORY: str(tmp_path / "own")}
@@ -68,38 +124,6 @@ def test_a_directory_that_cannot_be_made_costs_a_line(
     said = capsys.readouterr().err
     assert said.startswith("radixkv: warning: no compilation cache: [Errno ")
     assert said.count("\n") == 1
-
-
-def test_a_command_caches_its_programs_and_the_library_does_not(
-    model_dir: Path, tmp_path: Path
-) -> None:
-    prompts = tmp_path / "prompts.json"
-    prompts.write_text("[[1, 2, 3]]")
-    generate = ["generate", model_dir, "--prompts", prompts, "--max-new-tokens", 1]
-    generate += ["--token-budget", 3, "--device-blocks", 2]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
-    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
-
-    def run(program: str, *arguments: object) -> int:
-        """Return how many programs are stored after a run."""
-        line = [sys.executable, "-c", program, *map(str, arguments)]
-        subprocess.run(line, env=environment, check=True, capture_output=True)
-        return sum(path.name.endswith("-cache") for path in (tmp_path / "cache").rglob("*"))
-
-    command = (
-        "import sys; from radixkv.scheduler.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    )
-    library = (
-        "import sys; from radixkv.scheduler.models import load_model; "
-        "from radixkv.scheduler.engine import Engine; "
-        "Engine(load_model(sys.argv[1]), block_size=16, num_blocks=1, token_budget=3, "
-        "max_running=1, max_model_len=4)"
-    )
-    assert run(library, model_dir) == 0
-    assert run(command, *generate, "--no-compilation-cache") == 0
-    stored = run(command, *generate)
-    assert stored >= 3  # decode, extend, and the one that draws
-    assert run(command, *generate) == stored
 
 
 class _Terminal(io.StringIO):
