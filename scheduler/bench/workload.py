@@ -55,7 +55,7 @@ def expand(requests: Sequence[TraceRequest]) -> Iterator[Work]:
     Raises:
         WorkloadError: The ids are too large for int32 tokens.
     """
-    largest = max((max(request.hash_ids, default=0) for request in requests), default=0)
+    largest = max((each for request in requests for each in request.hash_ids), default=0)
     supply = TokenSupply(first=(largest + 1) * TOKENS_PER_HASH_ID)
     for request in requests:
         output = supply.take(request.output_length)

@@ -151,7 +151,7 @@ def _functions(parent: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[
     for node in parent.body:
         if isinstance(node, ast.ClassDef):
             yield from _functions(node, f"{prefix}{node.name}.")
-        elif isinstance(node, ast.FunctionDef) and not LEFT_ALONE.keys() & {
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not LEFT_ALONE.keys() & {
             node.name,
             prefix + node.name,
         }:
