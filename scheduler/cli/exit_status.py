@@ -17,7 +17,7 @@ EXIT_BROKEN_PIPE = 141
 def report(error: BaseException) -> int | None:
     """Print why a command ends, and return its exit status; None for a defect of radixkv."""
     if isinstance(error, SystemExit):  # argparse has printed --help or --version
-        return EXIT_OK if error.code is None else int(error.code)
+        return int(error.code or EXIT_OK)
     if isinstance(error, BrokenPipeError):
         # Python flushes stdout again when it exits: redirect that flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,70 @@
+"""Why a command ends: its exit status, and what it says."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.kvcache.errors import RadixKVError
+from radixkv.scheduler.cli.errors import BadInputError
+from radixkv.scheduler.cli.exit_status import report
+from radixkv.scheduler.errors import GroupError, HandoffFailedError, NodesFailedError
+
+
+class JaxRuntimeError(RuntimeError):
+    """Has the name of JAX's error, which is not imported."""
+
+
+class Other(RuntimeError):
+    """Has what JAX says of memory, but is no error of JAX."""
+
+
+FULL = "RESOURCE_EXHAUSTED: out of memory"
+LOST: list[type[Any]] = [GroupError, HandoffFailedError, NodesFailedError]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        *((SystemExit(code), code or 0, "") for code in (None, 0, 1, 2)),
+        (BadInputError("a  value\nis wrong"), 2, "a value is wrong"),
+        *((kind("it is lost"), 1, "it is lost") for kind in LOST),
+        (FileNotFoundError(2, "No such file", "p"), 2, "p: No such file"),
+        (OSError("an error without a file"), 2, "an error without a file"),
+        (RadixKVError("of the library"), 2, "of the library"),
+        (MemoryError("10 GiB"), 2, "not enough memory on this machine: 10 GiB"),
+        (JaxRuntimeError(FULL), 2, f"not enough memory on the device: {FULL}"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        *((defect, None, "") for defect in (JaxRuntimeError("INTERNAL"), Other(FULL), KeyError())),
+    ],
+)
+def test_a_defect_has_no_status_and_all_else_one_line(
+    error: BaseException, status: int | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(error) == status
+    assert capsys.readouterr() == ("", f"radixkv: {said}\n" if said else "")
+
+
+def test_an_error_while_an_interrupt_is_handled_is_an_interrupt(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = ValueError("of Hypothesis")
+    error.__context__ = KeyboardInterrupt()
+    assert report(error) == 130
+    assert capsys.readouterr().err == "radixkv: interrupted\n"
+
+
+def test_what_a_reader_that_went_away_has_not_read_goes_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "stdout"
+    with path.open("w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert report(BrokenPipeError()) == 141
+        os.write(stdout.fileno(), b"the flush at the exit")
+        monkeypatch.undo()
+    assert path.read_text() == ""

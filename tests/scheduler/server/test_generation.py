@@ -1,0 +1,173 @@
+"""What a body asks of the engine, without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.scheduler.request import SamplingParams
+from radixkv.scheduler.server.errors import ApiError
+from radixkv.scheduler.server.generation import GenerationEndpoint, ServedModel
+from radixkv.scheduler.server.schema import ChatBody, CompletionBody, Message, StructuredOutputs
+from radixkv.scheduler.text import Guided
+
+MAX_LEN = 40
+CHARS = 3
+
+
+class Tokenizer:
+    """A token per character, of which the vocabulary has some of up to three."""
+
+    max_token_chars = CHARS
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def encode_chat(self, turns: list[dict[str, str]], **variables: Any) -> list[int]:
+        return [*self.encode("".join(turn["content"] for turn in turns)), len(variables)]
+
+
+def model(tokenizer: Any = None) -> ServedModel:
+    engine: Any = SimpleNamespace(tokenizer=tokenizer)
+    return ServedModel("m", engine, MAX_LEN, 7)
+
+
+def endpoint(tokenizer: Any = None) -> Any:
+    unused: Any = None
+    return GenerationEndpoint(CompletionBody, model(tokenizer), unused, unused, unused)
+
+
+def body(is_chat: bool, **fields: Any) -> Any:
+    if is_chat:
+        return ChatBody(model="m", messages=[], **fields)
+    return CompletionBody(model="m", prompt="", **fields)
+
+
+limits = st.none() | st.integers(1, MAX_LEN + 1)
+
+
+@given(st.booleans(), st.integers(1, MAX_LEN + 1), limits, limits)
+def test_an_output_has_the_room_that_is_left(
+    is_chat: bool, num_prompt: int, limit: int | None, chat_limit: int | None
+) -> None:
+    asked = body(is_chat, max_tokens=limit)
+    if is_chat:
+        asked.max_completion_tokens = chat_limit
+        limit = limit if chat_limit is None else chat_limit
+    room = MAX_LEN - num_prompt
+    if room >= (limit or 1):
+        least = room if is_chat else min(room, 16)
+        assert endpoint()._params(asked, num_prompt).max_tokens == (limit or least)
+        return
+    with pytest.raises(ApiError) as refused:
+        endpoint()._params(asked, num_prompt)
+    more = f"{limit} new ones are too many" if limit else "no room for an output"
+    error = refused.value
+    assert error.message == (
+        f"the prompt has {num_prompt} tokens, and {more}: the model takes at most {MAX_LEN} "
+        "together"
+    )
+    assert (error.status, error.code) == (400, "context_length_exceeded")
+    assert error.param == ("messages" if is_chat else "prompt")
+
+
+FIELDS: dict[str, Any] = {
+    "temperature": st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    "top_k": st.integers(-1, 5),
+    "top_p": st.sampled_from([0.5, 1.0]),
+    "seed": st.integers(0, 2**32 - 1),
+    "stop": st.sampled_from(["a", ["a", "b"], []]),
+    "stop_token_ids": st.lists(st.integers(0, 9), max_size=2),
+    "ignore_eos": st.booleans(),
+    "n": st.integers(1, 3),
+    "prompt_logprobs": st.integers(0, 3),
+    "min_p": st.sampled_from([0.0, 0.5]),
+    "min_tokens": st.integers(0, 2),
+}
+
+
+@given(st.booleans(), st.fixed_dictionaries({}, optional=FIELDS), st.none() | st.integers(0, 3))
+def test_every_field_reaches_the_engine_and_the_others_have_openais_defaults(
+    is_chat: bool, fields: dict[str, Any], logprobs: int | None
+) -> None:
+    asked = body(is_chat, max_tokens=9, **fields)
+    if is_chat:
+        asked.logprobs, asked.top_logprobs = logprobs is not None, logprobs
+    else:
+        asked.logprobs = logprobs
+    params = endpoint()._params(asked, 1)
+    chosen = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": params.sampling.seed} | {
+        name: fields[name] for name in fields.keys() & SamplingParams.__dataclass_fields__.keys()
+    }
+    chosen["top_k"] = max(chosen["top_k"], 0)  # -1 stands for all, too
+    assert params.sampling == SamplingParams(**chosen)
+    stop = fields.get("stop", ())
+    assert params.stop == ((stop,) if isinstance(stop, str) else tuple(stop))
+    assert tuple(params.stop_token_ids) == tuple(fields.get("stop_token_ids", ()))
+    assert params.ignore_eos == fields.get("ignore_eos", False)
+    assert (params.n, params.logprobs) == (fields.get("n", 1), logprobs)
+    assert params.prompt_logprobs == fields.get("prompt_logprobs")
+
+
+def test_seeds_are_drawn_from_all_there_are_and_the_guide_is_passed_on() -> None:
+    drawn = [endpoint()._params(body(False), 1) for _ in range(64)]
+    seeds = {each.sampling.seed for each in drawn}
+    assert len(seeds) > 60 and max(seeds) >= 2**30
+    assert drawn[0].guided is None
+    guided = body(True, structured_outputs=StructuredOutputs(regex="a"))
+    assert endpoint()._params(guided, 1).guided == Guided(regex="a")
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_made_tokens_of(more: int) -> None:
+    length = MAX_LEN * CHARS + more
+    text, half = "a" * length, length // 2
+    messages = [Message(role="user", content=each) for each in (text[:half], text[half:])]
+    served = model(Tokenizer())
+    asked = [
+        ("prompt has", "prompt", lambda: served.encode(text)),
+        ("messages have", "messages", lambda: served.encode_chat(messages, {"a": 1})),
+    ]
+    for what, param, encode in asked:
+        if more <= 0:
+            assert encode() == [97] * length + [1] * (param == "messages")
+            continue
+        with pytest.raises(ApiError) as refused:
+            encode()
+        error = refused.value
+        assert error.message == (
+            f"the {what} {length} characters: the model takes at most {MAX_LEN} tokens, of up to "
+            f"{CHARS} characters each"
+        )
+        assert (error.status, error.param, error.code) == (400, param, "context_length_exceeded")
+
+
+def test_prompts_are_made_tokens_of_unless_they_are_tokens() -> None:
+    encode = endpoint(Tokenizer())._encode
+    for prompt, tokens in (
+        ("ab", [[97, 98]]),
+        (["a", "b"], [[97], [98]]),
+        ([[1], [2]], [[1], [2]]),
+    ):
+        assert encode(CompletionBody(model="m", prompt=prompt)) == tokens
+    messages = [Message(role="user", content="a")]
+    assert encode(ChatBody(model="m", messages=messages)) == [[97, 0]]
+
+
+def test_another_model_and_texts_without_a_tokenizer_are_refused() -> None:
+    for name in (None, "m"):
+        model().check_name(name)
+    for name in ("", "other"):
+        with pytest.raises(ApiError) as refused:
+            model().check_name(name)
+        error = refused.value
+        assert error.message == f"the model {name!r} does not exist; this server has 'm'"
+        assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
+    served = model()
+    for encode in (lambda: served.encode("a"), lambda: served.encode_chat([], None)):
+        with pytest.raises(ApiError, match=r"^the model 'm' has no tokenizer: send token ids$"):
+            encode()
