@@ -76,9 +76,13 @@ class Completions:
         return request in self._stopped or request.status is RequestStatus.FINISHED
 
     def failures(self, reasons: Mapping[str, str]) -> dict[str, str]:
-        """Return the reasons of the requests that have failed, without those that were stopped."""
-        stopped = {request.request_id for request in self._stopped}
-        return {name: reason for name, reason in reasons.items() if name not in stopped}
+        """Return the reasons of the requests that have failed before their texts were complete."""
+        complete = {
+            request.request_id
+            for request, output in self._stopped.items()
+            if output.finish_reason != "abort"
+        }
+        return {name: reason for name, reason in reasons.items() if name not in complete}
 
     def outputs(self) -> list[GenerationOutput]:
         """Return the output of each request, after the last step; once."""

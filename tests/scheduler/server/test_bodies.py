@@ -6,6 +6,7 @@ import asyncio
 import gc
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from starlette.requests import ClientDisconnect, Request
@@ -82,6 +83,65 @@ def test_bodies_may_have_as_many_bytes_together_as_the_limit(more: int) -> None:
 
     asyncio.run(run())
     assert not (reader._num_bytes or reader._bodies or reader._refused)
+
+
+def test_the_slowest_body_gives_way_though_no_more_of_it_comes() -> None:
+    reader = BodyReader(ServerLimits(max_body_bytes=LIMIT, max_bodies_bytes=LIMIT, stall_s=1e6))
+
+    async def run() -> None:
+        slow = asyncio.create_task(reader.read(request([b"x" * 60, b""], waits=asyncio.Event())))
+        while reader._num_bytes < 60:
+            await asyncio.sleep(0)
+        assert len(await reader.read(request([b"y" * 41]))) == 41
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert slow.done()
+        with pytest.raises(ApiError) as refused:
+            await slow
+        error = refused.value
+        assert (error.status, error.code) == (503, "too_many_bodies")
+        assert error.headers == {"retry-after": "1"}
+
+    asyncio.run(run())
+    assert not (reader._num_bytes or reader._bodies or reader._refused)
+
+
+@pytest.mark.parametrize("chunks", [[b"x" * 101], [b"x" * 60, b"x" * 41, b"x"]])
+def test_a_body_that_is_too_large_alone_gives_way_itself(chunks: list[bytes]) -> None:
+    reader = BodyReader(ServerLimits(max_bodies_bytes=LIMIT))
+    with pytest.raises(ApiError, match=r"^the server has 100 bytes of bodies"):
+        asyncio.run(reader.read(request(chunks)))
+    assert not (reader._num_bytes or reader._bodies or reader._refused)
+
+
+def test_a_body_whose_time_is_over_gives_way_without_a_new_end() -> None:
+    reader = BodyReader(ServerLimits(max_bodies_bytes=LIMIT))
+    over: Any = Mock(**{"expired.return_value": True})
+    reader._bodies[over], reader._num_bytes = bytearray(LIMIT + 1), LIMIT + 1
+    reader._make_room()
+    assert (reader._num_bytes, reader._refused) == (0, {over})
+    over.reschedule.assert_not_called()
+
+
+def test_a_body_that_does_not_come_in_time_is_told_how_much_came() -> None:
+    reader = BodyReader(ServerLimits(stall_s=0.0))
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(reader.read(request([b"x" * 60, b""], waits=asyncio.Event())))
+    assert refused.value.message == "the body did not come within 0 s: got 60 bytes"
+    assert refused.value.status == 408
+
+
+@pytest.mark.parametrize("announced", ["9" * 19, "0" * 18 + "9", "9" * 20, "-1", "1_000", "a", ""])
+def test_a_length_is_believed_if_it_is_one(announced: str) -> None:
+    """Those of up to 19 digits, as many as the largest of 64 bits."""
+    reader = BodyReader(ServerLimits(max_body_bytes=LIMIT))
+    asked = request([b"x"])
+    asked.scope["headers"] = [(b"content-length", announced.encode())]
+    if announced == "9" * 19:
+        with pytest.raises(ApiError, match=f"^the body has {announced} bytes; "):
+            asyncio.run(reader.read(asked))
+    else:
+        assert asyncio.run(reader.read(asked)) == b"x"
 
 
 @pytest.mark.parametrize(

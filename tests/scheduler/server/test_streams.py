@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -56,7 +56,7 @@ def test_each_output_comes_as_soon_as_it_is_there(
         async with aclosing(merge(streams, 3)) as outputs:
             while any(left):
                 number = data.draw(st.sampled_from([n for n, each in enumerate(left) if each]))
-                output = SimpleNamespace(index=left[number].pop(0))
+                output: Any = SimpleNamespace(index=left[number].pop(0))
                 streams[number].put.put_nowait(output)
                 assert await anext(outputs) == (3 * number + output.index, output)
             with pytest.raises(StopAsyncIteration):
@@ -71,7 +71,7 @@ def test_each_output_comes_as_soon_as_it_is_there(
 def test_all_streams_are_closed_at_an_early_end(num_streams: int, fails: bool) -> None:
     async def test() -> None:
         streams: list[Any] = [Stream(2) for _ in range(num_streams)]
-        error, output = ValueError("of the engine"), SimpleNamespace(index=0)
+        error, output = ValueError("of the engine"), cast(Any, SimpleNamespace(index=0))
         async with aclosing(merge(streams, 1)) as outputs:
             streams[-1].put.put_nowait(error if fails else output)
             if fails:
