@@ -192,7 +192,7 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "scheduler/cli/exit_status.py": _tests(_CLI, "exit_status"),
     "scheduler/cli/events.py": _tests(_CLI, "events"),
     "scheduler/cli/hits.py": _tests(_CLI, "hits"),
-    "scheduler/cli/main.py": _tests(_CLI, "main", "console"),
+    "scheduler/cli/main.py": _tests(_CLI, "exit_status", "main", "console"),
     "scheduler/cli/shared/completions.py": _tests(_CLI, "completions"),
     "scheduler/cli/shared/output.py": _tests(_CLI, "output"),
     "scheduler/cli/shared/processes.py": _tests(_CLI, "processes"),

@@ -42,7 +42,7 @@ def set_compilation_cache(environment: MutableMapping[str, str], *, enabled: boo
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        print(f"radixkv: warning: no compilation cache: {error}", file=sys.stderr, flush=True)
+        print(f"radixkv: warning: no compilation cache: {error}", file=sys.stderr)
         return
     environment[_DIRECTORY] = str(directory)
 

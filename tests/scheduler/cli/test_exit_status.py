@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from radixkv.kvcache.errors import RadixKVError
+from radixkv.scheduler.cli import main
 from radixkv.scheduler.cli.errors import BadInputError
 from radixkv.scheduler.cli.exit_status import report
 from radixkv.scheduler.errors import GroupError, HandoffFailedError, NodesFailedError
@@ -68,3 +71,38 @@ def test_what_a_reader_that_went_away_has_not_read_goes_nowhere(
         os.write(stdout.fileno(), b"the flush at the exit")
         monkeypatch.undo()
     assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("outcome", ["flushed", "closed", "broken"])
+def test_stdout_is_flushed_before_a_command_has_succeeded(
+    outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = SimpleNamespace(run=lambda arguments: 3)
+    monkeypatch.setattr(main, "import_module", lambda *_: command)
+    with (tmp_path / "stdout").open("w") as file:
+        stdout = Mock(fileno=file.fileno)
+        stdout.flush.side_effect = BrokenPipeError if outcome == "broken" else None
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", None if outcome == "closed" else stdout)
+            status = main.main(["hits", "a trace", "--device-blocks", "4"])
+    assert status == (141 if outcome == "broken" else 3)
+    assert stdout.flush.call_count == (outcome != "closed")
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "s3", "https"])
+@pytest.mark.parametrize("secret", ["user:secret", ":secret", "secret", "a@secret", "secret@b:c"])
+def test_a_refusal_shows_no_password_of_a_url(
+    scheme: str, secret: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, shown = f"{scheme}://{secret}@host:1/0", f"{scheme}://...@host:1/0"
+    hits = ["hits", "a trace", "--device-blocks"]
+    for arguments, told in (
+        ([*hits, "4", url, "more"], f"unrecognized arguments: {shown} more"),
+        (
+            [*hits, url],
+            f"argument --device-blocks: expected an integer from 1 to 2147483647, got {shown!r}",
+        ),
+    ):
+        assert main.main(arguments) == 2
+        said = f"radixkv: {told} (see `radixkv hits --help`)\n"
+        assert capsys.readouterr() == ("", said)

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from radixkv.kvcache import RadixKVError
+from radixkv.scheduler.errors import (
+    EngineClosedError,
+    EngineFailedError,
+    HandoffFailedError,
+    NodesFailedError,
+    RequestError,
+)
 from radixkv.scheduler.server.app import PATHS
 from radixkv.scheduler.server.auth import ApiKey
 from radixkv.scheduler.server.errors import ApiError, as_api_error
@@ -16,7 +25,9 @@ from radixkv.scheduler.text.errors import ChatTemplateError
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("header", [b"", b"Bearer other", b"Basic key", b"key", b"Bearer key"])
+@pytest.mark.parametrize(
+    "header", [b"", b"Bearer other", b"Basic key", b"key", b"Bearer k\xe9", b"Bearer key"]
+)
 def test_every_path_but_two_needs_the_key(path: str, header: bytes) -> None:
     passed: list[str] = []
     sent: list[Any] = []
@@ -34,7 +45,31 @@ def test_every_path_but_two_needs_the_key(path: str, header: bytes) -> None:
     asyncio.run(ApiKey(app, "key")(scope, receive, send))
     is_open = path in ("/health", "/metrics") or header == b"Bearer key"
     assert passed == ([path] if is_open else [])
-    assert [each["status"] for each in sent if "status" in each] == ([] if is_open else [401])
+    if is_open:
+        assert not sent
+        return
+    start, body = sent
+    assert start["status"] == 401
+    assert (b"www-authenticate", b"Bearer") in start["headers"]
+    error = json.loads(body["body"])["error"]
+    assert error["code"] == "invalid_api_key"
+    assert error["message"] == (
+        "Incorrect API key provided"
+        if header
+        else "No API key provided: send it as `Authorization: Bearer KEY`"
+    )
+
+
+def test_what_is_no_request_needs_no_key() -> None:
+    passed: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(scope["type"])
+
+    unused: Any = None
+    for kind in ("lifespan", "websocket"):
+        asyncio.run(ApiKey(app, "key")({"type": kind}, unused, unused))
+    assert passed == ["lifespan", "websocket"]
 
 
 def test_prompts_are_counted_up_to_the_limit_and_given_back_after_errors() -> None:
@@ -59,3 +94,27 @@ def test_an_error_of_a_template_names_no_path_of_the_server() -> None:
     kinds = [ApiError(status, "").body()["error"]["type"] for status in (400, 429, 499, 500, 503)]
     wrong, failed = "invalid_request_error", "server_error"
     assert kinds == [wrong, "rate_limit_error", wrong, failed, failed]
+
+
+FAILED = "the engine has failed"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message", "code", "headers"),
+    [
+        (EngineClosedError("it is closed"), 503, "it is closed", "shutting_down", None),
+        (EngineFailedError("its cause"), 500, FAILED, "engine_failed", None),
+        (NodesFailedError("all"), 503, "all", "nodes_failed", {"retry-after": "1"}),
+        (HandoffFailedError("it"), 503, "it", "nodes_failed", {"retry-after": "1"}),
+        (RequestError("it is wrong"), 400, "it is wrong", None, None),
+    ],
+)
+def test_errors_of_the_library_have_a_status(
+    error: RadixKVError, status: int, message: str, code: str | None, headers: Any
+) -> None:
+    found = as_api_error(error)
+    assert (found.status, found.message, found.code) == (status, message, code)
+    assert (found.param, found.headers, str(found)) == (None, headers, message)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    expected = {"message": message, "type": kind, "param": None, "code": code}
+    assert found.body() == {"error": expected}
