@@ -208,6 +208,18 @@ def one_before_a_reset(scheduler: TieredMixedAdapter, number: int) -> int:
     return number + (scheduler.manager.epoch == NEW)
 
 
+def over_a_store(scheduler: Any, copies: list[Copy]) -> list[Copy]:
+    """Write to a host block that is being stored."""
+    stores = [each for each in copies if each.kind == "store"]
+    scheduler.read = getattr(scheduler, "read", ()) or [each.sources for each in stores][:1]
+    return [
+        replace(each, destinations=(scheduler.read[0][0], *each.destinations[1:]))
+        if each.kind == "out" and scheduler.read
+        else each
+        for each in copies
+    ]
+
+
 def with_nobody(_: Any, names: list[str]) -> list[str]:
     """Name a request that nobody has submitted, too."""
     return [*names, "nobody"]
@@ -221,6 +233,10 @@ SCHEDULERS: Final[dict[str, tuple[type[Any], str]]] = {
     "a fence is not heard": (
         lying(TieredMixedAdapter, "fence", lambda *_: False),
         "Q35 .*the fence of .* is not believed",
+    ),
+    "a host block is written while it is stored": (
+        lying(TieredMixedAdapter, "take", over_a_store),
+        "T10 .*reads blocks that were written since",
     ),
     "a request is parked when all have ended": (
         lying(TieredMixedAdapter, "num_parked", one_before_a_reset),
