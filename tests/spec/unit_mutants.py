@@ -244,7 +244,7 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "kernels/paged_extend/xla.py": _tests(_KERNELS, "paged_extend"),
     "spec/harness/cache/admit.py": _SPEC_CACHE,
     "spec/harness/cache/checks.py": _SPEC_CACHE,
-    "spec/harness/cache/compute.py": _SPEC_CACHE,
+    "spec/harness/cache/compute.py": (*_SPEC_CACHE, *_tests(_SPEC, "wrong_answers")),
     "spec/harness/cache/end.py": _SPEC_CACHE,
     "spec/harness/cache/operations.py": _SPEC_CACHE,
     "spec/harness/cache/picture.py": _SPEC_CACHE,
