@@ -12,6 +12,7 @@ from radixkv.scheduler.fuzz.handoff_adapter import make_factory
 from radixkv.spec.adapters.handoff import NodeCounts
 from radixkv.spec.harness.handoff.world import HandoffSubject
 from radixkv.spec.harness.random_engine import run
+from radixkv.spec.model.handoff import PrefillModel
 from tests.scheduler.handoff.bugs import BUGS
 from tests.scheduler.handoff.planted import planted
 from tests.scheduler.handoff.worlds import subject_of
@@ -44,6 +45,14 @@ def test_a_node_that_publishes_nothing_is_found_at_once(name: str) -> None:
         for seed in range(3):
             finding = run(subject_of(package), seed, 300).finding
             assert finding is not None and finding.rule.endswith("hit-is-due")
+
+
+def test_the_model_of_a_prefill_node_hears_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, the hits of an attempt that was refused might be counted."""
+    heard: set[bool] = set()
+    monkeypatch.setattr(PrefillModel, "answered", lambda *arguments: heard.add(arguments[-1]))
+    run(SUBJECT, 1, 300)
+    assert heard == {True, False}
 
 
 def test_a_node_of_ours_counts_leases_and_parked_requests() -> None:
