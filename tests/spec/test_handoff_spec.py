@@ -10,6 +10,7 @@ import pytest
 from radixkv.scheduler.fuzz import handoff_adapter
 from radixkv.scheduler.fuzz.handoff_adapter import make_factory
 from radixkv.spec.adapters.handoff import NodeCounts
+from radixkv.spec.harness.handoff.events import settle
 from radixkv.spec.harness.handoff.world import HandoffSubject
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.model.handoff import PrefillModel
@@ -53,6 +54,18 @@ def test_the_model_of_a_prefill_node_hears_each_answer(monkeypatch: pytest.Monke
     monkeypatch.setattr(PrefillModel, "answered", lambda *arguments: heard.add(arguments[-1]))
     run(SUBJECT, 1, 300)
     assert heard == {True, False}
+
+
+@pytest.mark.parametrize("evicts", [True, False])
+def test_what_a_node_evicts_excuses_it(evicts: bool) -> None:
+    published = SimpleNamespace(settle=lambda *_: evicts)
+    system = SimpleNamespace(num_evicted=lambda: 1)
+    node: Any = SimpleNamespace(
+        model=SimpleNamespace(published=published), system=system, num_cached=len,
+        has_evicted=False, num_faults=3,
+    )  # fmt: skip
+    settle(node)
+    assert (node.has_evicted, node.num_faults) == (evicts, 3 + evicts)
 
 
 def test_a_node_of_ours_counts_leases_and_parked_requests() -> None:
