@@ -148,11 +148,12 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_made_tokens_of(more: int
 
 def test_prompts_are_made_tokens_of_unless_they_are_tokens() -> None:
     encode = endpoint(Tokenizer())._encode
-    for prompt, tokens in (
+    asked: list[tuple[Any, Any]] = [
         ("ab", [[97, 98]]),
         (["a", "b"], [[97], [98]]),
         ([[1], [2]], [[1], [2]]),
-    ):
+    ]
+    for prompt, tokens in asked:
         assert encode(CompletionBody(model="m", prompt=prompt)) == tokens
     messages = [Message(role="user", content="a")]
     assert encode(ChatBody(model="m", messages=messages)) == [[97, 0]]

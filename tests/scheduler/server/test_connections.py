@@ -1,0 +1,81 @@
+"""Which connection is closed for a new one, and how a refused or dropped one ends."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock, call
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.scheduler.server.connections import Connections, _LingeringTransport
+from radixkv.scheduler.server.limits import ServerLimits
+
+
+class Fake:
+    """A connection that is forgotten when it is dropped or refused."""
+
+    def __init__(self, owner: Connections) -> None:
+        self.owner = owner
+        self.ended: Any = None
+
+    def drop(self) -> None:
+        self.ended = "dropped"
+        self.owner.closed(self)  # type: ignore[arg-type]
+
+    def refuse(self, num_open: int) -> None:
+        self.ended = num_open
+        self.owner.closed(self)  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 4), st.data())
+def test_a_new_connection_takes_the_place_of_the_one_that_waits_longest(
+    most: int, data: st.DataObject
+) -> None:
+    connections = Connections(ServerLimits(max_connections=most))
+    opened: list[Any] = []
+    waiting: list[Any] = []
+    num_dropped = 0
+    for _ in range(12):
+        action = data.draw(st.sampled_from(["open", "begin", "end", "close"]))
+        if action == "open":
+            new: Any = Fake(connections)
+            connections.opened(new)
+            waiting.append(new)
+            opened.append(new)
+            if len(opened) > most:
+                num_dropped += 1
+                oldest = waiting.pop(0)
+                assert oldest.ended == (most if oldest is new else "dropped")
+                opened.remove(oldest)
+        elif opened:
+            one = data.draw(st.sampled_from(opened))
+            if action == "close":
+                opened.remove(one)
+                connections.closed(one)
+            else:
+                connections.waits(one, action == "end")
+            if action == "end" and one not in waiting:
+                waiting.append(one)
+            elif action != "end" and one in waiting:
+                waiting.remove(one)
+        assert (connections.num_open, connections.num_dropped) == (len(opened), num_dropped)
+        assert all(each.ended is None for each in opened) and len(opened) <= most
+
+
+@pytest.mark.parametrize("num_left", [0, 1])
+@pytest.mark.parametrize("is_closing", [False, True])
+def test_a_close_waits_for_a_peer_that_does_not_read_and_not_for_ever(
+    num_left: int, is_closing: bool
+) -> None:
+    transport, loop = Mock(), Mock()
+    transport.is_closing.return_value = is_closing
+    transport.get_write_buffer_size.return_value = num_left
+    lingering = _LingeringTransport(transport, loop, 5.0)
+    assert lingering.write is transport.write
+    assert lingering.get_extra_info is transport.get_extra_info
+    lingering.close()
+    assert transport.close.call_count == (not is_closing)
+    lingers = num_left and not is_closing
+    assert loop.mock_calls == ([call.call_later(5.0, transport.abort)] if lingers else [])
