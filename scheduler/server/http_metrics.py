@@ -32,7 +32,7 @@ class HttpMetrics:
         self._paths = frozenset(each for each in paths if not each.endswith("/"))
         self._folders = tuple(each for each in paths if each.endswith("/"))
         self._clock = clock
-        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry = CollectorRegistry()
         self._requests = Counter(
             "http_requests",
             "HTTP requests that have ended, by path, method and class of status.",

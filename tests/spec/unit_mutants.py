@@ -204,9 +204,16 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "scheduler/engine/storage_namespace.py": _tests(_ENGINE, "storage_namespace"),
     "scheduler/engine/tier_copies.py": _tests(_ENGINE, "tier_copies"),
     "scheduler/server/auth.py": _tests(_SERVER, "doors"),
+    "scheduler/server/connections.py": (
+        *_tests(_SERVER, "connections"),
+        *_tests(_END_TO_END, "server_connections"),
+    ),
     "scheduler/server/descriptors.py": _tests(_SERVER, "descriptors"),
     "scheduler/server/errors.py": _tests(_SERVER, "doors"),
-    "scheduler/server/generation.py": _tests(_SERVER, "generation"),
+    "scheduler/server/generation.py": (
+        *_tests(_SERVER, "generation"),
+        *_tests(_END_TO_END, "server"),
+    ),
     "scheduler/server/http_metrics.py": _tests(_SERVER, "http_metrics"),
     "scheduler/server/limits.py": _tests(_SERVER, "bodies", "doors", "stalls"),
     "scheduler/server/replies.py": _tests(_SERVER, "replies"),

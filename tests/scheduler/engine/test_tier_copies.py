@@ -153,3 +153,31 @@ def test_counts_are_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copies.stats() == CopyStats(
         {"load": 1, "save": 2}, {"load: done": 3, "save: done": 4}, 7, {"OSError": 1}
     )
+
+
+def test_a_close_takes_completions_and_starts_what_they_allow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies, tiers, driver = make_copies(monkeypatch)
+    pools: Any = object()
+    left = [("first",), ("second",)]  # the second may begin when the first is complete
+    running: list[Any] = []
+    tiers.num_open_operations, driver.is_touching = 2, False
+    driver.fenced.return_value = ()
+
+    def complete(op_id: str, ok: bool, *, fenced: bool) -> None:
+        tiers.num_open_operations -= 1
+
+    def poll() -> list[Any]:
+        ended, running[:] = list(running), []
+        return [SimpleNamespace(op_id=each, ok=True, fenced=False) for each in ended]
+
+    tiers.take_cancelled.return_value = ()
+    tiers.take_operations.side_effect = lambda: left.pop(0) if left and not running else ()
+    tiers.complete.side_effect = complete
+    driver.dispatch.side_effect = lambda operations, arrays: running.extend(operations)
+    driver.poll.side_effect = poll
+    driver.wait.side_effect = [None, None]  # a third one is an error
+    assert copies.close(pools, timeout_s=600.0)
+    assert [each.args[0] for each in tiers.complete.call_args_list] == ["first", "second"]
+    assert driver.dispatch.call_args_list == [call(("first",), pools), call(("second",), pools)]
