@@ -6,7 +6,8 @@ import pytest
 
 from radixkv.spec.model.cache import EVICTED, FREE, IN_FLIGHT, LEFT, CacheModel, Holding
 from radixkv.spec.model.promises import Promises
-from radixkv.spec.rules.rule import Violation
+
+from .violations import code
 
 ROOT = 0
 
@@ -20,12 +21,6 @@ def running(promises: Promises, *names: str, path: list[int] | None = None) -> C
         model.hit(name, 0)
         model.holdings[name].computed = 2
     return model
-
-
-def code(call: object, *arguments: object) -> str:
-    with pytest.raises(Violation) as caught:
-        call(*arguments)  # type: ignore[operator]
-    return caught.value.rule.code
 
 
 def test_copies_are_a_design() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.spec.model.group import GroupLedger
-from radixkv.spec.rules.rule import Violation
+
+from .violations import code
 
 CALLS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2)), min_size=1, max_size=6)
 """Calls of process 0, each with the weights that it has then."""
@@ -24,15 +23,6 @@ def ledger_of(calls: list[tuple[str, int]], executed: list[int]) -> GroupLedger[
             used = weights if place % 2 else None  # every other call needs no weights
             ledger.execute(process, place, call, is_damaged=False, weights=used)
     return ledger
-
-
-def code(call: Callable[[], object]) -> str:
-    """Return the rule that a call breaks; "" if none."""
-    try:
-        call()
-    except Violation as violation:
-        return violation.rule.code
-    return ""
 
 
 @given(CALLS, st.data())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -11,21 +10,13 @@ import pytest
 
 from radixkv.spec.model.scheduler import Limits, Request, SchedulerModel, Step, root_tag
 from radixkv.spec.model.scheduler_policies import led_blocks, next_block, reserve
-from radixkv.spec.rules.rule import Violation
+
+from .violations import code
 
 LIMITS = Limits(
     num_blocks=8, block_size=2, token_budget=6, max_running=2, reserve_tokens=0,
     prefix_cache=True, promised=(),
 )  # fmt: skip
-
-
-def code(call: Callable[..., object], *arguments: object) -> str:
-    """Return the rule that a call breaks; "" if none."""
-    try:
-        call(*arguments)
-    except Violation as violation:
-        return violation.rule.code
-    return ""
 
 
 def request(name: str, prompt: list[int], more: int = 3, order: int = 0) -> Request:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from radixkv.spec.model.promises import Promises
@@ -12,16 +10,9 @@ from radixkv.spec.model.tiers.residency import Place, Prefixes, Residency, Step
 from radixkv.spec.model.tiers.uses import HostOrder, WriteThrough
 from radixkv.spec.rules.rule import Violation
 
+from .violations import code
+
 NOTHING = Residency({}, {}, {}, frozenset(), 0, ())
-
-
-def code(call: Callable[..., object], *arguments: object) -> str:
-    """Return the rule that a call breaks; "" if none."""
-    try:
-        call(*arguments)
-    except Violation as violation:
-        return violation.rule.code
-    return ""
 
 
 def host_of(state: str) -> TierModel:

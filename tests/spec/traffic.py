@@ -16,29 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from radixkv.scheduler.fuzz import (
-    cache_adapter,
-    handoff_adapter,
-    pool_adapter,
-    scheduler_adapter,
-    tier_adapter,
-    tiered_scheduler_adapter,
-)
+from radixkv.scheduler.fuzz import targets
 from radixkv.spec.harness.engine import Config, Operation, Subject
 from radixkv.spec.harness.random_engine import case_lengths_of
 from radixkv.spec.harness.subjects import WHATS, What, make_subject
 
 COMMITTED: Final = Path(__file__).with_name("traffic.json")
-
-MAKERS: Final[dict[What, Any]] = {
-    "cache": cache_adapter.make_factory,
-    "costs": tier_adapter.make_cost_factory,
-    "handoff": handoff_adapter.make_factory,
-    "pool": pool_adapter.make_factory,
-    "scheduler": scheduler_adapter.make_factory,
-    "tiered_scheduler": tiered_scheduler_adapter.make_factory,
-    "tiers": tier_adapter.make_factory,
-}
 
 NUM_CASES: Final[dict[What, tuple[int, int]]] = {
     "cache": (60, 0), "costs": (3, 0), "handoff": (5, 300), "pool": (4, 0), "scheduler": (40, 0),
@@ -54,7 +37,7 @@ Traffic: TypeAlias = dict[str, dict[str, Any]]
 
 def subject_of(what: What) -> Subject:
     """Return ours of a kind."""
-    return make_subject(what, MAKERS[what](), "full")
+    return make_subject(what, getattr(targets, what), "full")
 
 
 def traffic_of(subject: Subject, num_cases: int, num_steps: int = 0) -> Traffic:

@@ -74,13 +74,14 @@ def _write(
 ) -> str:
     rule = RULES[finding.rule]
     answers: dict[str, str] = {}
-    is_live = {
-        id(line): line.result != log.text(line.answer)
+    # The manager has changed these answers since, which `deepcopy` keeps as they were.
+    live = {
+        id(line)
         for _, lines in parts
         for line in lines
-        if line.result
+        if line.result and line.result != log.text(line.answer)
     }
-    if any(is_live.values()):
+    if live:
         log.imports.add("from copy import deepcopy")
     text = [f'"""{rule.name}: {rule.sentence}"""', ""]
     if log.folders:
@@ -92,8 +93,7 @@ def _write(
             if line.result:
                 line.name = _new_name(line, answers)
                 answers[line.name] = line.result
-            # The manager has changed this answer since, which `deepcopy` keeps as it was.
-            call_text = f"deepcopy({line.text})" if is_live.get(id(line)) else line.text
+            call_text = f"deepcopy({line.text})" if id(line) in live else line.text
             shown = f"{line.name} = {call_text}" if line.name else call_text
             comment = f"raises {line.error}" if line.error else line.result
             text.append(f"{shown}  # {comment}" if comment else shown)
