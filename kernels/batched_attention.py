@@ -29,7 +29,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from .argument_checks import is_quantised
 from .manual_axes import vary_like
@@ -94,6 +94,21 @@ class _Chunks(NamedTuple):
     """Items before this tile."""
 
 
+class _Items(NamedTuple):
+    """Work items that follow one another."""
+
+    tile: Int32[Array, " items"]
+    """Query tile; any for items past the last, which see nothing."""
+    run: Int32[Array, " items"]
+    """Items of the same tile from this one on; 0 or less for items past the last."""
+    ids: Int32[Array, "items blocks"]
+    """Blocks of the chunk."""
+    written: Bool[Array, "items chunk"]
+    """Whether a query of the tile may see a token: what is not written may be NaN."""
+    seen: Bool[Array, "items tile chunk"]
+    """Whether a query sees a token."""
+
+
 def attend_tiles(
     tiles: Tiles,
     pools: Pools,
@@ -124,18 +139,28 @@ def attend_tiles(
     read = jax.tree.leaves((tiles, pools))
     total = chunks.ends[-1]
 
-    def attend(num_items: int, *, loop: bool) -> SoftmaxState:
-        step = partial(_step, tiles, pools, chunks, options, num_items, min(most_chunks, num_items))
+    step = partial(_step, tiles, pools, chunks, options)
+    # Outside of the programs, for all of them: XLA computes it once for all layers of a model.
+    first_items = _items(tiles, pools, chunks, 0, items[-1])
+
+    def attend_at_once(num_items: int) -> SoftmaxState:
+        now = jax.tree.map(lambda each: each[:num_items], first_items)
+        return step(now, 0, min(most_chunks, num_items))
+
+    def attend_in_steps(num_items: int) -> SoftmaxState:
+        def add_step(index: Array, state: SoftmaxState) -> SoftmaxState:
+            base = index * num_items
+            now = _items(tiles, pools, chunks, base, num_items)
+            return merge(state, step(now, base, min(most_chunks, num_items)))
+
         state = vary_like(empty_state((num_tiles, kv_heads, tile, group), head_dim), *read)
-        if not loop:
-            return step(0, state)
         num_steps = (total + num_items - 1) // num_items
-        final: SoftmaxState = lax.fori_loop(0, num_steps, step, state)
+        final: SoftmaxState = lax.fori_loop(0, num_steps, add_step, state)
         return final
 
-    programs = [partial(attend, number, loop=False) for number in items]
+    programs = [partial(attend_at_once, number) for number in items]
     if items[-1] < capacity:
-        programs.append(partial(attend, items[-1], loop=True))
+        programs.append(partial(attend_in_steps, items[-1]))
     exceeded = total > jnp.asarray(items[: len(programs) - 1], jnp.int32)
     state: SoftmaxState = lax.switch(exceeded.sum(), programs)
     out, lse = finalize(state, None if sinks is None else sinks.reshape(kv_heads, 1, group))
@@ -191,40 +216,47 @@ def _chunks(
     return _Chunks(blocks, tokens, first_visible, last, first, ends, ends - number)
 
 
-def _step(
-    tiles: Tiles,
-    pools: Pools,
-    chunks: _Chunks,
-    options: AttentionOptions,
-    num_items: int,
-    most_per_tile: int,
-    index: Array | int,
-    state: SoftmaxState,
-) -> SoftmaxState:
-    """Attend to items `index * num_items` and on, and merge them into the state of the tiles."""
-    num_tiles = tiles.rows.shape[0]
-    num_blocks, kv_heads, block_size, head_dim = pools.k_blocks.shape
-    base = jnp.asarray(index, jnp.int32) * num_items
-    item = base + jnp.arange(num_items, dtype=jnp.int32)
+def _items(
+    tiles: Tiles, pools: Pools, chunks: _Chunks, base: Array | int, num_items: int
+) -> _Items:
+    """Return the items `base` and on."""
+    num_tiles, (num_blocks, _, block_size, _) = tiles.rows.shape[0], pools.k_blocks.shape
+    item = jnp.asarray(base, jnp.int32) + jnp.arange(num_items, dtype=jnp.int32)
     # The default method of searchsorted is a loop; this one is a single kernel.
     tile = jnp.searchsorted(chunks.ends, item, side="right", method="compare_all")
     known = jnp.minimum(tile, num_tiles - 1)  # items past the last see nothing
     last = jnp.where(tile < num_tiles, chunks.last[known], -1)[:, None]
-    chunk = chunks.first[known] + item - chunks.starts[known]
+    chunk = (chunks.first[known] + item - chunks.starts[known])[:, None]
 
-    column = chunk[:, None] * chunks.blocks + jnp.arange(chunks.blocks)
+    column = chunk * chunks.blocks + jnp.arange(chunks.blocks)
     ids = pools.block_tables.at[tiles.rows[known][:, None], column].get(mode="clip")
     # What is not visible is read from one block, which stays in the cache of the GPU.
     ids = jnp.where(column * block_size <= last, jnp.clip(ids, 0, num_blocks - 1), 0)
-    places = ids[:, None, :] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
-
-    key = chunk[:, None] * chunks.tokens + jnp.arange(chunks.tokens)
+    key = chunk * chunks.tokens + jnp.arange(chunks.tokens)
     first_visible = chunks.first_visible[known]
     written = (key >= first_visible[:, :1]) & (key <= last)
     seen = (key[:, None] >= first_visible[..., None]) & (
         key[:, None] <= jnp.minimum(tiles.positions[known], last)[..., None]
     )
-    seen = seen[:, None, :, None]
+    run = jnp.minimum(chunks.ends[known], base + num_items) - item
+    return _Items(known, run, ids, written, seen)
+
+
+def _step(
+    tiles: Tiles,
+    pools: Pools,
+    chunks: _Chunks,
+    options: AttentionOptions,
+    items: _Items,
+    base: Array | int,
+    most_per_tile: int,
+) -> SoftmaxState:
+    """Attend to items, of which the first is `base`; return the state of the tiles over them."""
+    num_items = items.tile.shape[0]
+    num_blocks, kv_heads, block_size, head_dim = pools.k_blocks.shape
+    places = items.ids[:, None, :] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
+
+    seen = items.seen[:, None, :, None]
 
     def load(pool: Array) -> Float[Array, "items kv_heads chunk head_dim"]:
         tile_of_block = pool.reshape(num_blocks * kv_heads, block_size * head_dim)
@@ -236,7 +268,7 @@ def _step(
         return jnp.repeat(gathered, block_size, axis=2)[:, :, None, None]
 
     of_logits, of_values = _operands(tiles.queries, pools.k_blocks)
-    queries = tiles.queries[known]
+    queries = tiles.queries[items.tile]
     logits = _product("nthgd,nhcd->nhtgc", queries, load(pools.k_blocks), of_logits)
     logits = logits * options.sm_scale
     if pools.scales is not None:
@@ -252,43 +284,39 @@ def _step(
     weights = jnp.where(seen, weights, 0.0)
     # Values that no query sees may be NaN, and 0 * NaN is NaN.
     values = load(pools.v_blocks).astype(of_values)
-    values = jnp.where(written[:, None, :, None], values, jnp.zeros((), of_values))
+    values = jnp.where(items.written[:, None, :, None], values, jnp.zeros((), of_values))
     weighted = _product("nhtgc,nhcd->nhtgd", weights, values, of_values)
 
     part = SoftmaxState(weighted * V_FACTOR, peak, total)
-    first_item = jnp.clip(chunks.starts - base, 0, num_items - 1)
-    if num_tiles <= num_items:
-        runs = _merge_runs(part, tile, first_item, most_per_tile)
-    else:
-        runs = _merge_runs(part, tile, jnp.arange(num_items), most_per_tile)
-        runs = jax.tree.map(lambda x: x[first_item], runs)
-    begin, end = jnp.maximum(chunks.starts, base), jnp.minimum(chunks.ends, base + num_items)
-    here = begin < end
+    begin, end = (jnp.clip(each - base, 0, num_items) for each in (chunks.starts, chunks.ends))
+    first = jnp.minimum(begin, num_items - 1)
+    if tiles.rows.shape[0] <= num_items:
+        return _merge_runs(part, first, end - begin, most_per_tile)
+    runs = _merge_runs(part, jnp.arange(num_items), items.run, most_per_tile)
 
-    def replaced(old: Array, new: Array) -> Array:
-        return jnp.where(here.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+    def of_tiles(x: Array, fill: float) -> Array:
+        return jnp.where((begin < end).reshape(-1, *(1,) * (x.ndim - 1)), x[first], fill)
 
-    merged: SoftmaxState = jax.tree.map(replaced, state, merge(state, runs))
-    return merged
+    return SoftmaxState(
+        of_tiles(runs.weighted, 0), of_tiles(runs.peak, LOWEST), of_tiles(runs.total, 0)
+    )
 
 
 def _merge_runs(
     part: SoftmaxState,
-    tile: Int32[Array, " items"],
     first: Int32[Array, " runs"],
+    lengths: Int32[Array, " runs"],
     longest: int,
 ) -> SoftmaxState:
-    """Merge the items `first` with the items of the same tile that follow them.
+    """Merge the items `first` with those that follow them, `lengths` items for each run.
 
     The sums have a fixed order, so two calls give the same bits; scattered additions would not.
     """
     # XLA writes the operand of a sum of 32 or more terms to memory, for all runs. Hence two sums.
     terms = min(longest, 16)
-    num_items = tile.shape[0]
-    item = first[:, None] + jnp.arange(-(-longest // terms) * terms)
-    same = item < num_items
-    item = jnp.minimum(item, num_items - 1)
-    same &= tile[item] == tile[first][:, None]
+    number = jnp.arange(-(-longest // terms) * terms)
+    same = number < lengths[:, None]
+    item = jnp.minimum(first[:, None] + number, part.peak.shape[0] - 1)
 
     def masked(x: Array, fill: float) -> Array:
         return jnp.where(same.reshape(*same.shape, *(1,) * (x.ndim - 2)), x, fill)

@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from ..batched_attention import BatchSizes, Pools, Tiles, attend_tiles
@@ -34,7 +35,7 @@ def decode(
     tiles = Tiles(
         q.reshape(batch, 1, kv_heads, q_heads // kv_heads, head_dim),
         jnp.where(fits, lengths[:, None] - 1, -1),
-        jnp.arange(batch, dtype=jnp.int32),
+        jnp.asarray(np.arange(batch, dtype=np.int32)),  # a constant: XLA launches an iota
     )
     pools = Pools(k_blocks, v_blocks, block_tables, scales)
     out, lse = attend_tiles(tiles, pools, sinks, options, sizes)

@@ -15,8 +15,8 @@ class Launches(NamedTuple):
 
     outside: int
     """Kernels that run always and once."""
-    branches: tuple[int, ...]
-    """The same of each branch of the conditional, of which a call takes one."""
+    branches: tuple[tuple[int, ...], ...]
+    """The same of each branch of each conditional, of which a call takes one."""
     in_loops: tuple[int, ...]
     """Kernels of each step of each loop."""
     loops_outside: int
@@ -24,20 +24,20 @@ class Launches(NamedTuple):
 
 
 def launches(hlo: str) -> Launches:
-    """Count the kernels of a program with at most one conditional."""
+    """Count the kernels of a program, whose conditionals are not in one another."""
     computations = dict(_computations(hlo))
     entry = next(name for name in computations if name.startswith("ENTRY"))
     conditionals = [line for line in computations[entry] if " conditional(" in line]
-    assert len(conditionals) <= 1
     branches = [
-        computations[name.strip("% ")]
+        re.search(r"branch_computations={([^}]*)}", line)[1].split(",")  # type: ignore[index]
         for line in conditionals
-        for name in re.search(r"branch_computations={([^}]*)}", line)[1].split(",")  # type: ignore[index]
     ]
     bodies = re.findall(r" while\(.*?body=%?([\w.\-]+)", hlo)
     return Launches(
         _kernels(computations[entry]),
-        tuple(map(_kernels, branches)),
+        tuple(
+            tuple(_kernels(computations[name.strip("% ")]) for name in names) for names in branches
+        ),
         tuple(_kernels(computations[name]) for name in bodies),
         sum(" while(" in line for line in computations[entry]),
     )

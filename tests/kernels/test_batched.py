@@ -145,14 +145,21 @@ def arguments(dtype: str, pool: str, num_tokens: int | None = None, head_dim: in
 @pytest.mark.sm_90a
 @pytest.mark.parametrize("capability", OTHER_GPUS)
 def test_launches_of_decode(capability):
-    """A step of up to 256 MiB takes 23 launches, and no loop; only larger ones take a loop."""
-    compiled = compile_for_other_gpu(
-        capability, partial(paged_decode, sm_scale=0.1), *arguments("bfloat16", "bfloat16")
-    )
+    """Up to 256 MiB of KV take no loop, and a few launches in each layer after the first."""
+
+    def layers(q, *read):
+        for _ in range(3):
+            q = jnp.sin(paged_decode(q, *read, sm_scale=0.1))
+        return q
+
+    compiled = compile_for_other_gpu(capability, layers, *arguments("bfloat16", "bfloat16"))
     found = launches(compiled.as_text())
-    small, whole, _ = found.branches
-    assert found.outside + max(small, whole) <= 23  # 22 before JAX 0.12
-    assert found.loops_outside == 0 and len(found.in_loops) == 1 and found.in_loops[0] <= 17
+    assert len(found.branches) == 3
+    for small, whole, _ in found.branches:
+        assert max(small, whole) <= 13
+    # What depends on the lengths is computed once: 9 launches. The others are the sines.
+    assert found.outside <= 9 + 3
+    assert found.loops_outside == 0 and len(found.in_loops) == 3 and max(found.in_loops) <= 17
     assert compiled.memory_analysis().temp_size_in_bytes < BATCHED_STEP_BYTES
 
 
@@ -171,7 +178,8 @@ def test_other_types_are_compiled(dtype, pool, head_dim):
 
     compiled = compile_for_other_gpu("8.0", decode, read, scales)
     found = launches(compiled.as_text())
-    assert found.loops_outside == 0 and found.outside + max(found.branches[:2]) <= 25
+    ((small, whole, _),) = found.branches
+    assert found.loops_outside == 0 and found.outside + max(small, whole) <= 24
     assert compiled.memory_analysis().temp_size_in_bytes < BATCHED_STEP_BYTES
 
 
@@ -180,5 +188,6 @@ def test_extend_is_compiled():
     """Two conditionals, one for tiles and one for single tokens, and no loop outside of them."""
     read = arguments("bfloat16", "bfloat16", 512)
     hlo = compile_for_other_gpu("8.0", partial(paged_extend, sm_scale=0.1), *read).as_text()
-    entry = hlo.partition("\nENTRY")[2]
-    assert entry.count(" conditional(") == 2 and " while(" not in entry
+    found = launches(hlo)
+    assert len(found.branches) == 2 and found.loops_outside == 0
+    assert all(max(small, whole) <= 14 for small, whole, _ in found.branches)
