@@ -128,6 +128,8 @@ def test_a_duplicate_belongs_to_the_steps_in_flight() -> None:
     assert code(model.freed, [2]) == "F6"
     assert code(model.allocated, "r1", [2]) == "A1"
     assert code(model.freed, [3]) == "F6"  # a duplicate too, and not even reported as replaced
+    model.check_available(2)
+    assert code(model.check_available, 3) == "S2"
     model.end_step()
     assert code(model.freed, [2]) == "F6"
     model.settled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from radixkv.scheduler.fuzz import handoff_adapter
 from radixkv.scheduler.fuzz.handoff_adapter import make_factory
 from radixkv.spec.adapters.handoff import NodeCounts
+from radixkv.spec.harness.handoff.configuration import draw_config
 from radixkv.spec.harness.handoff.events import settle
 from radixkv.spec.harness.handoff.world import HandoffSubject
 from radixkv.spec.harness.random_engine import run
@@ -66,6 +68,14 @@ def test_what_a_node_evicts_excuses_it(evicts: bool) -> None:
     )  # fmt: skip
     settle(node)
     assert (node.has_evicted, node.num_faults) == (evicts, 3 + evicts)
+
+
+def test_what_a_node_evicts_excuses_it_during_one_operation() -> None:
+    world: Any = SUBJECT.world(draw_config(random.Random(0).randrange))
+    for node in world.live():
+        node.has_evicted = True
+    assert world.apply(["tick", 1])
+    assert not any(node.has_evicted for node in world.live())
 
 
 def test_a_node_of_ours_counts_leases_and_parked_requests() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from radixkv.spec.harness.tiers.checks import check_parked
 from radixkv.spec.model.promises import Promises
 from radixkv.spec.model.tiers.operations import TierModel
 from radixkv.spec.model.tiers.residency import Place, Prefixes, Residency, Step
@@ -158,3 +162,25 @@ def test_only_what_is_found_on_the_host_is_dropped_for_room(
         assert found == "T5"
     else:
         assert found == ("" if place == "host" and takes_room and not num_free else "T24")
+
+
+@pytest.mark.parametrize(
+    ("where", "on_host", "is_kept"),
+    [("host", True, True), ("host", False, False), ("storage", False, True)],
+)
+def test_a_request_is_parked_where_it_was_asked_for(
+    where: str, on_host: bool, is_kept: bool
+) -> None:
+    parked = SimpleNamespace(is_saved=True, where=where, path=[1])
+    world: Any = SimpleNamespace(
+        tiers=SimpleNamespace(
+            parked={"r1": parked}, now=SimpleNamespace(host={1: 0} if on_host else {})
+        ),
+        executor=SimpleNamespace(storage={b"key": b"KV"}),
+        prefixes=SimpleNamespace(key={1: b"key"}),
+        config={"storage": True},
+    )
+    if is_kept:
+        check_parked(world)
+    else:
+        assert code(check_parked, world) == "T37"

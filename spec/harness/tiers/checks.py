@@ -18,7 +18,7 @@ def check_tiers(world: TierState) -> None:
     require(is_right, rules.T42, "host blocks {} are in the pool, {} are taken", free, list(taken))
     _check_content(world)
     _check_order(world)
-    _check_parked(world)
+    check_parked(world)
     _check_counts(world)
 
 
@@ -54,8 +54,8 @@ def _check_order(world: TierState) -> None:
     world.tiers.order.check(idle)
 
 
-def _check_parked(world: TierState) -> None:
-    """Check that what was parked can be found on the host, or where it was parked in storage."""
+def check_parked(world: TierState) -> None:
+    """Check that what was parked is on the host, or in storage if it was parked there."""
     for name, parked in world.tiers.parked.items():
         if not parked.is_saved:
             continue
