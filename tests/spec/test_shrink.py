@@ -119,6 +119,41 @@ def test_sizes_in_which_a_new_world_breaks_a_rule_are_left_out() -> None:
     assert broken is not None and broken.rule.code == "S4"
 
 
+LEAST = 4
+"""The fewest blocks that are drawn, so that a manager need not say that it has no fewer."""
+
+
+class Refuses(Leaky):
+    """Raises for fewer blocks."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < LEAST:
+            raise ValueError(num_blocks)
+        super().__init__(num_blocks, block_size)
+
+
+class KeepsOne(Leaky):
+    """Keeps one of fewer blocks for itself."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        if num_blocks < LEAST:
+            self.free.pop()
+
+
+@pytest.mark.parametrize("manager", [Refuses, KeepsOne])
+@pytest.mark.parametrize("seed", range(3))
+def test_sizes_of_which_a_manager_cannot_be_made_are_left_out(
+    manager: type[Leaky], seed: int
+) -> None:
+    subject = CacheSubject(manager, "api")
+    finding = run(subject, seed, 20_000).finding
+    assert finding is not None
+    small = shrink(subject, finding)
+    assert (small.rule, small.config["num_blocks"]) == (finding.rule, LEAST)
+    assert breaks_again(subject, small) and len(small.trace) <= 4
+
+
 def test_the_original_is_left_alone() -> None:
     finding = found(1)
     before = json.dumps(finding.to_json())
