@@ -53,7 +53,7 @@ class Target:
             raise AdapterError(f"promises must be radixkv.spec.Promises, got {self.promises!r}")
         optional = ("match", "append_batch", "evict", "reset", "misuse", "check", "refusal",
                     "size", "begin_step", "end_step", "kv_events", "replay",
-                    "most_told")  # fmt: skip
+                    "most_told", "take")  # fmt: skip
         self.can = {name for name in optional if callable(getattr(self._adapter, name, None))}
         self._new_size = self._size() if depth == "api" else 0
 

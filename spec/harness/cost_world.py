@@ -25,8 +25,9 @@ from .engine import Below, Config
 from .operations import ALWAYS, Groups, Operation, Table, name_drawn, number
 
 CostFactory: TypeAlias = Callable[[Config], Any]
-"""Makes an adapter from a configuration as `TierFactory` gets it; with ``host_blocks`` 0, the
-methods of `Manager` are enough."""
+"""Makes an adapter from a configuration as `TierFactory` gets it. The methods of `Manager` are
+enough: without ``take`` it has no tiers, whatever ``host_blocks`` is. With tiers it also has
+``evict``."""
 
 FEW: Final = 150
 MANY: Final = 1_500
@@ -72,11 +73,11 @@ class CostWorld:
         on_trunk: names of requests that hit the trunk.
         has_diverged: whether the caches answered differently, as when the small one had no idle
             block left. Then their work cannot be compared any more.
+        can: names of the optional methods that they have; has_host: whether they have tiers.
     """
 
     def __init__(self, config: Config, factory: CostFactory) -> None:
         self.config = config
-        self.table = COST_TABLE
         self.block_size: int = config["block_size"]
         self.situations: Counter[str] = Counter()
         self.requests: dict[str, list[int]] = {}
@@ -87,6 +88,7 @@ class CostWorld:
         self.num_requests = 0
         self.has_diverged = False
         self.caches = [self._filled(factory, number) for number in (FEW, MANY)]
+        self.table = COST_TABLE.for_adapter(self.can)
 
     def _filled(self, factory: CostFactory, num_idle: int) -> TierTarget:
         """Make a cache with idle blocks on the device, and as many on the host if there is one.
@@ -94,15 +96,16 @@ class CostWorld:
         The idle blocks drop the branches of the trunk from the host, and the trunk is hit last.
         """
         config, path_blocks = self.config, self.config["path_blocks"]
-        has_host = bool(config["host_blocks"])
         sizes = {
             "num_blocks": num_idle + NUM_FREE + NUM_TRUNK,
-            "host_blocks": num_idle if has_host else 0,
+            "host_blocks": num_idle if config["host_blocks"] else 0,
         }
         cache = TierTarget(
             lambda num_blocks, block_size: factory({**config, **sizes}),
             sizes["num_blocks"], self.block_size, "api",
         )  # fmt: skip
+        self.can = cache.can
+        self.has_host = has_host = bool(config["host_blocks"]) and "take" in cache.can
 
         def serve(*tokens: int) -> None:
             cache.admit("filler", tokens, b"")
@@ -147,7 +150,7 @@ class CostWorld:
 
     def apply(self, operation: engine.Operation) -> bool:
         """Do one operation on both caches, and compare their work."""
-        if self.has_diverged or not self.table.apply(self, operation):
+        if self.has_diverged or not COST_TABLE.apply(self, operation):
             return False
         self._both("available")
         return True
@@ -183,7 +186,7 @@ class CostWorld:
 
     def _settle(self) -> None:
         """End all operations of the tiers."""
-        if not self.config["host_blocks"]:
+        if not self.has_host:
             return
         nothing: list[Any] = [(), ()]
         while all(taken := self._each("take", nothing)):
@@ -197,7 +200,8 @@ class CostWorld:
         if name in self.requests or not tokens:
             return False
         self.num_requests += 1
-        self._both("match", name, tokens, b"")
+        if "match" in self.can:
+            self._both("match", name, tokens, b"")
         if self._both("admit", name, tokens, b"") is not None:
             self._settle()
             self.requests[name] = tokens
@@ -227,6 +231,8 @@ class CostWorld:
 
     def append_batch(self, names: list[str]) -> bool:
         """Append a token to each of some requests."""
+        if "append_batch" not in self.can:
+            return False
         names = [name for name in names if name in self.requests]
         if self._both("append_batch", names):
             for name in names:
@@ -244,6 +250,8 @@ class CostWorld:
 
     def evict(self, num_blocks: int) -> bool:
         """Evict some blocks."""
+        if "evict" not in self.can:
+            return False
         self._both("evict", num_blocks)
         self._settle()
         return True
@@ -304,16 +312,16 @@ def _tokens(world: CostWorld, name: str, below: Below) -> list[int]:
 
 
 def _groups(world: CostWorld) -> Groups:
-    names, has_host = list(world.requests), bool(world.config["host_blocks"])
+    names = list(world.requests)
     new = [f"r{world.num_requests + 1}"] if len(names) < MAX_RUNNING else []
     return {
         "new": new,
         # Only branches made storage keys of the trunk, which are reported at certain times.
-        "on trunk": [] if has_host and world.config["storage"] else new,
+        "on trunk": [] if world.has_host and world.config["storage"] else new,
         "running": names,
-        "parkable": names if has_host and not world.parked else [],
+        "parkable": names if world.has_host and not world.parked else [],
         "parked": list(world.parked),
-        "host": [""] if has_host else [],
+        "host": [""] if world.has_host else [],
         ALWAYS: [""],
     }
 
@@ -326,9 +334,9 @@ COST_TABLE: Final[Table[CostWorld]] = Table(_groups, [
         **_NAME, "num_tokens": _trunk_tokens, "tokens": _tokens}),
     Operation("append", CostWorld.append, 6, "running", {**_NAME, "tokens": _tokens}),
     Operation("append_batch", CostWorld.append_batch, 2, arguments={
-        "names": lambda world, name, below: list(world.requests)}),
+        "names": lambda world, name, below: list(world.requests)}, needs="append_batch"),
     Operation("release", CostWorld.release, 3, "running", _NAME),
-    Operation("evict", CostWorld.evict, 2, arguments={"num_blocks": number(4)}),
+    Operation("evict", CostWorld.evict, 2, arguments={"num_blocks": number(4)}, needs="evict"),
     Operation("park", CostWorld.park, 2, "parkable", _NAME),
     Operation("resume", CostWorld.resume, 2, "parked", _NAME),
     Operation("unpark", CostWorld.unpark, 1, "parked", _NAME),

@@ -16,6 +16,8 @@ from radixkv.spec.rules.rule import Violation
 METHODS = {"admit", "publish", "append", "append_batch", "release", "evict", "available", "match",
            "take", "complete", "take_cancelled", "used", "park", "unpark", "prefetch"}  # fmt: skip
 
+CONFIG = {"block_size": 1, "path_blocks": 1, "host_blocks": 0}
+
 
 def test_every_call_of_the_cache_and_its_tiers_is_compared() -> None:
     worlds: list[CostWorld] = []
@@ -29,6 +31,32 @@ def test_every_call_of_the_cache_and_its_tiers_is_compared() -> None:
     assert result.finding is None
     assert {name for name, number in result.situations.items() if number >= 5} == METHODS
     assert len(worlds) == 20 and not any(world.has_diverged for world in worlds)
+
+
+TIERS = {"take", "complete", "take_cancelled", "used", "park", "unpark", "prefetch"}
+
+
+@pytest.mark.parametrize(
+    "missing", [{"match"}, {"append_batch"}, TIERS, {"match", "append_batch", "evict", *TIERS}]
+)
+def test_a_method_that_an_adapter_need_not_have_is_not_called(missing: set[str]) -> None:
+    make = make_cost_factory()
+
+    class Adapter:
+        def __init__(self, config: Config) -> None:  # one without tiers ignores `host_blocks`
+            self.adapter = make({**config, "host_blocks": 0} if "take" in missing else config)
+
+        def __getattr__(self, name: str) -> Any:
+            if name in missing:
+                raise AttributeError(name)
+            return getattr(self.adapter, name)
+
+    result = run(CostSubject(Adapter), 1, 1_000)
+    assert result.finding is None
+    assert result.situations.keys() == METHODS - missing
+    world = CostWorld(CONFIG, Adapter)
+    for operation in (["append_batch", []], ["evict", 1]):
+        assert world.apply(operation) == (operation[0] not in missing)
 
 
 def test_the_work_of_a_call_is_counted_and_a_debugger_goes_on() -> None:
@@ -85,14 +113,13 @@ class Searching:
 
 
 def test_a_search_through_all_blocks_is_found() -> None:
-    config = {"block_size": 1, "path_blocks": 1, "host_blocks": 0}
-    found = replay(CostSubject(Searching), config, [["admit", "r1", [1, 2]]])
+    found = replay(CostSubject(Searching), CONFIG, [["admit", "r1", [1, 2]]])
     assert isinstance(found, Violation) and found.rule.code == "S5"
     assert "admit takes" in found.why and "with 1500" in found.why
 
 
 @pytest.mark.parametrize("word", ["append", "release", "park", "resume", "unpark"])
 def test_an_operation_of_nobody_calls_nothing(word: str) -> None:
-    world = CostWorld({"block_size": 1, "path_blocks": 1, "host_blocks": 0}, Searching)
+    world = CostWorld(CONFIG, Searching)
     assert not world.apply([word, "nobody", *([[1]] if word == "append" else [])])
     assert not world.situations
