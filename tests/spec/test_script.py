@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import random
+import re
 import subprocess
 import sys
 from collections import deque
@@ -19,10 +21,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.scheduler.cli.main import main
+from radixkv.scheduler.fuzz import targets
 from radixkv.spec import CacheSubject, recorded, run, shrink, to_script
 from radixkv.spec.adapters.load_target import load_target
 from radixkv.spec.adapters.recorder import Recording, recording
+from radixkv.spec.harness.engine import Finding, Operation
 from radixkv.spec.harness.findings.known import KnownSubject
+from radixkv.spec.harness.random_engine import run_case
+from radixkv.spec.harness.subjects import WHATS, What, make_subject
+from radixkv.spec.rules.rule import RULES, require
 
 from .toys import Leaky
 
@@ -137,6 +144,33 @@ def test_the_last_operation_is_shown_if_it_calls_nothing_too() -> None:
     assert finding is not None
     text = to_script(finding, CacheSubject(Seldom))
     assert [line for line in text.splitlines() if line.startswith("# ")] == ["# drain()"]
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_there_is_a_script_of_each_kind_of_world(
+    what: What, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last operation breaks a rule while there are requests, of which not all have a table."""
+
+    def factory(*sizes: Any) -> Any:
+        assert recorded(Shelf)().mirror(7) == 7
+        return getattr(targets, what)(*sizes)
+
+    subject, below = make_subject(what, factory, "full"), random.Random(1).randrange
+    config = subject.configure(below)
+    world: Any = subject.world(config)
+    trace = run_case(world, below, 20)[0][:-1]
+    apply = type(world).apply
+
+    def breaks(self: Any, operation: Operation) -> bool:
+        require(operation != ["break"], RULES["S1 no-leak"], "")
+        return bool(apply(self, operation))
+
+    monkeypatch.setattr(type(world), "apply", breaks)
+    finding = Finding("S1 no-leak", "", config, [*trace, ["break"]])
+    text = to_script(finding, subject)
+    assert text.startswith('"""S1 no-leak: ')
+    assert bool(re.search(r"\n# block tables: r\d+ \[", text)) == (what in ("cache", "tiers"))
 
 
 class Place(NamedTuple):

@@ -50,7 +50,8 @@ def to_script(finding: Finding, subject: Subject) -> str:
             return ""
     if not any(lines for _, lines in parts):
         return ""
-    tables = {name: each.table for name, each in getattr(world, "requests", {}).items()}
+    requests: dict[str, Any] = getattr(world, "requests", {})
+    tables = {name: getattr(each, "table", []) for name, each in requests.items()}
     held = ", ".join(f"{name} {table}" for name, table in tables.items() if table)
     return _write(finding, log, _without_looks(parts), why, held)
 
