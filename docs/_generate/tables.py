@@ -184,14 +184,15 @@ def _diff(before: str, after: str) -> Iterator[str]:
 
 def show_proof(proof: Proof, stem: str) -> Iterator[str]:
     """Yield a trace as calls and as a drawing, which goes into a file named after `stem`."""
-    program = to_program(proof.finding).split("\n", 2)[2]  # without the rule and its sentence
+    subject = _subject(proof)
+    program = to_program(proof.finding, subject).partition("\n\nbefore the last call:")[0]
+    program = program.split("\n", 2)[2]  # without the rule and its sentence
     program = program.replace("    # breaks", "\n    # breaks")
     yield "```text"
     for line in program.strip().split("\n"):
         more = "    # " if line.startswith("    # ") else "     "
         yield from textwrap.wrap(line, WIDTH, subsequent_indent=more, drop_whitespace=True)
     yield "```\n"
-    subject = _subject(proof)
     OUTPUT.mkdir(exist_ok=True)
     drawing = OUTPUT / f"{stem}.svg"
     drawing.write_text(to_svg(subject, proof.finding, calls=False), encoding="utf-8")

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from radixkv.scheduler.fuzz import targets
 from radixkv.scheduler.fuzz.cache_adapter import make_factory
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import Finding, Operation
@@ -17,6 +18,7 @@ from radixkv.spec.harness.findings.program import to_call, to_program, world_bef
 from radixkv.spec.harness.findings.svg import CHAR, FILL, to_svg
 from radixkv.spec.harness.pool_world import PoolSubject
 from radixkv.spec.harness.random_engine import run_case
+from radixkv.spec.harness.subjects import What, make_subject
 
 from .toys import Plain
 
@@ -65,8 +67,13 @@ def subject() -> CacheSubject:
 
 def test_a_program_with_its_picture(subject: CacheSubject) -> None:
     assert to_program(FOUND, subject) == PROGRAM
-    alone = to_program(FOUND).replace(", max_running=3", "")  # only the subject knows its use
-    assert alone == PROGRAM.split("\n\nbefore")[0]
+    alone = PROGRAM.split("\n\nbefore")[0]
+    for known, text in (  # only the subject knows the use of a size, and the names of arguments
+        ("block_size=2", "block_size=2, max_running=3"), ("more=2", "2, 0"),
+        ("[0, 0, 3, 3])", "[0, 0, 3, 3], 0, 0)"), ("namespace=1", "0, 1"),
+    ):  # fmt: skip
+        alone = alone.replace(known, text)
+    assert to_program(FOUND) == alone
 
 
 def test_a_program_of_one_call(subject: CacheSubject) -> None:
@@ -79,25 +86,34 @@ def test_a_rule_that_is_no_more_is_shown_by_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "call"),
+    ("what", "operation", "call"),
     [
-        (["drain"], "drain()"),
-        (["submit", "r1", [], 0, 0], "submit(r1, [])"),
-        (["submit", "r1", [5], 0, 1], "submit(r1, [5], namespace=1)"),
-        (["submit", "r1", [5], 3, 0, [], 0], "submit(r1, [5], max_new_tokens=3)"),
+        ("cache", ["drain"], "drain()"),
+        ("cache", ["submit", "r1", [], 0, 0], "submit(r1, [])"),
+        ("cache", ["submit", "r1", [5], 0, 1], "submit(r1, [5], namespace=1)"),
+        ("tiers", ["submit", "r1", [5], 1, 1], "submit(r1, [5], more=1, namespace=1)"),
+        ("tiers", ["fork", "r1", "r2", 1], "fork(r1, r2, 1)"),
+        ("scheduler", ["submit", "r1", [5], 3, 0, [], 0], "submit(r1, [5], max_new_tokens=3)"),
         (
+            "scheduler",
             ["submit", "r1", [5], 1, 2, [7], 1],
             "submit(r1, [5], max_new_tokens=1, priority=2, stop=[7], namespace=1)",
         ),
-        (["append_batch", [["r1", 0], ["r12", 3]]], "append_batch([[r1, 0], [r12, 3]])"),
-        (["done", "r1.2"], "done(r1.2)"),
-        (["evict", 0], "evict(0)"),
-        (["misuse", 3, ""], "misuse(kind=3)"),
-        (["say", "two words", None, True], "say('two words', None, True)"),
+        (
+            "handoff",
+            ["submit", "r1", [5], 3, 2, 1, [7]],
+            "submit(r1, [5], max_new_tokens=3, seed=2, namespace=1, stop=[7])",
+        ),
+        ("handoff", ["submit", "r1", [5], 3, 2], "submit(r1, [5], max_new_tokens=3, seed=2)"),
+        ("cache", ["append_batch", [["r1", 0], ["r12", 3]]], "append_batch([[r1, 0], [r12, 3]])"),
+        ("cache", ["done", "r1.2"], "done(r1.2)"),
+        ("cache", ["evict", 0], "evict(0)"),
+        ("cache", ["misuse", 3, ""], "misuse(kind=3)"),
+        ("cache", ["say", "two words", None, True], "say('two words', None, True)"),
     ],
 )
-def test_a_call(operation: Operation, call: str) -> None:
-    assert to_call(operation) == call
+def test_a_call(what: What, operation: Operation, call: str) -> None:
+    assert to_call(operation, make_subject(what, getattr(targets, what), "full")) == call
 
 
 def test_the_world_before_is_that_before_the_last_call(subject: CacheSubject) -> None:
@@ -114,7 +130,7 @@ def shapes(svg: str) -> tuple[list[str], list[ElementTree.Element], ElementTree.
 
 def test_a_drawing_has_the_tree_and_the_pool(subject: CacheSubject) -> None:
     texts, boxes, root = shapes(to_svg(subject, FOUND))
-    assert texts[:9] == [to_call(operation) for operation in TRACE]
+    assert texts[:9] == [to_call(operation, subject) for operation in TRACE]
     assert "H1 hit-is-published: seen <here> & there" in texts
     assert {"1: 0 0", "2: 0 0", "4: 3 3", "r1 r2", "r2"} <= set(texts)
     assert len(boxes) == 1 + 3 + 6, "the background, three published blocks, six of the pool"

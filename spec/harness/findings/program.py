@@ -10,14 +10,11 @@ from ..engine import Finding, Operation, Subject, World, new_world
 
 _NAME: Final = re.compile(r"[a-z]\d+(\.\d+)?")
 
-KEYWORDS: Final = {
-    ("submit", 4): ("", "", "more", "namespace"),
-    ("submit", 5): ("", "", "max_new_tokens", "seed", "namespace"),
-    ("submit", 6): ("", "", "max_new_tokens", "priority", "stop", "namespace"),
-    ("misuse", 2): ("kind", ""),
+NAMED: Final = {
+    "submit": ("max_new_tokens", "more", "priority", "seed", "stop", "namespace"),
+    "misuse": ("kind",),
 }
-"""Names of arguments, by word and number of arguments; named ones of 0 or [] are omitted."""
-
+"""Arguments that are shown with their names, by word; those of 0 or [] are omitted."""
 
 UNSHOWN: Final = ("rare", "often", "alphabet", "faults", "fences")
 """Parts of a configuration that only affect the choice of operations, not a replay."""
@@ -28,7 +25,7 @@ def to_program(finding: Finding, subject: Subject | None = None) -> str:
 
     Args:
         finding: the finding, preferably shrunk.
-        subject: its subject, to draw the state before the failing step.
+        subject: its subject, to name arguments and to draw the state before the failing step.
 
     Returns:
         The rule with its sentence, the sizes, one call per operation with the failing one marked,
@@ -37,7 +34,7 @@ def to_program(finding: Finding, subject: Subject | None = None) -> str:
     rule = RULES.get(finding.rule)
     lines = [f"{finding.rule}: {rule.sentence}" if rule else finding.rule, ""]
     lines.append(f"with {_describe(finding, subject)}")
-    calls = [f"    {to_call(operation)}" for operation in finding.trace]
+    calls = [f"    {to_call(operation, subject)}" for operation in finding.trace]
     if calls:
         calls[-1] += f"    # breaks {finding.rule}: {finding.why}"
     lines += calls
@@ -47,10 +44,17 @@ def to_program(finding: Finding, subject: Subject | None = None) -> str:
     return "\n".join(lines)
 
 
-def to_call(operation: Operation) -> str:
-    """Write an operation as a call, such as ``submit(r1, [0, 0], more=3)``."""
+def to_call(operation: Operation, subject: Subject | None = None) -> str:
+    """Write an operation as a call, such as ``submit(r1, [0, 0], more=3)``.
+
+    Args:
+        operation: the operation.
+        subject: its subject, which knows the names of its arguments.
+    """
     word, *arguments = operation
-    keywords = KEYWORDS.get((word, len(arguments)), ())
+    row = None if subject is None else subject.table.by_word.get(word)
+    named = NAMED.get(word, ())
+    keywords = [name if name in named else "" for name in row.arguments] if row is not None else []
     shown = []
     for place, argument in enumerate(arguments):
         keyword = keywords[place] if place < len(keywords) else ""

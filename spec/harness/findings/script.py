@@ -38,7 +38,7 @@ def to_script(finding: Finding, subject: Subject) -> str:
         world = new_world(_with_factory(subject, factory), finding.config)
         for operation in finding.trace:
             log.lines = []
-            parts.append((to_call(operation), log.lines))
+            parts.append((to_call(operation, subject), log.lines))
             try:
                 world.apply(operation)
             except Violation as violation:

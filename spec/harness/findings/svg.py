@@ -59,7 +59,7 @@ def to_svg(subject: Subject, finding: Finding, *, calls: bool = True) -> str:
     world: Any = world_before(subject, finding)
     canvas = _Canvas()
     if calls:
-        _calls(canvas, finding)
+        _calls(canvas, subject, finding)
     model: CacheModel | None = getattr(world, "model", None)
     if getattr(model, "cached", None) is not None and model is not None:
         _Tree(canvas, world, model).draw()
@@ -80,11 +80,11 @@ def to_svg(subject: Subject, finding: Finding, *, calls: bool = True) -> str:
     return canvas.document()
 
 
-def _calls(canvas: _Canvas, finding: Finding) -> None:
+def _calls(canvas: _Canvas, subject: Subject, finding: Finding) -> None:
     for operation in finding.trace[:-1]:
-        canvas.text(to_call(operation))
+        canvas.text(to_call(operation, subject))
     if finding.trace:
-        canvas.text(to_call(finding.trace[-1]), "bad")
+        canvas.text(to_call(finding.trace[-1], subject), "bad")
     for line in wrap(f"{finding.rule}: {finding.why}", WIDEST):
         canvas.text(line, "bad")
     canvas.skip(LINE // 2)
