@@ -7,7 +7,9 @@ from typing import Any, cast
 import pytest
 
 from radixkv.scheduler.fuzz import tier_adapter
-from radixkv.spec.harness.engine import Operation, Trace, replay
+from radixkv.spec.adapters.cache import Manager
+from radixkv.spec.adapters.tiers import TierManager
+from radixkv.spec.harness.engine import Config, Operation, Trace, replay
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.harness.tiers.operations import TIER_TABLE
 from radixkv.spec.harness.tiers.world import TierSubject, TierWorld
@@ -52,6 +54,26 @@ def test_prompts_of_one_namespace_alone_are_noticed(monkeypatch: pytest.MonkeyPa
 def test_a_run_is_determined_by_its_seed() -> None:
     first, again, other = (run(subject(), seed, 1_500) for seed in (5, 5, 6))
     assert first == again != other and first.finding is other.finding is None
+
+
+def test_only_operations_of_optional_methods_are_left_out() -> None:
+    needed = {*vars(TierManager), *vars(Manager), "promises", "report_to", "snapshot"}
+    make = tier_adapter.make_factory()
+
+    class Least:
+        def __init__(self, config: Config) -> None:
+            self.adapter = make(config)
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in needed:
+                raise AttributeError(name)
+            return getattr(self.adapter, name)
+
+    least = TierSubject(Least)
+    words = {each.word for each in least.world(CONFIG).table}
+    assert words == TIER_TABLE.by_word.keys() - {"match", "append_batch", "misuse", "check"}
+    result = run(least, 1, 2_000)
+    assert result.finding is None and result.situations["reset with live leases"] > 0
 
 
 def test_a_trace_replays_and_what_does_not_apply_is_skipped() -> None:

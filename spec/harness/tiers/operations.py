@@ -217,7 +217,7 @@ TIER_TABLE: Final[Table[TierState]] = Table(groups, [
     Operation("again", requests.publish_again, 4, "to repeat", _CACHE["again"]),
     Operation("preempt", requests.preempt, 4, "running", _NAME),
     Operation("evict", requests.evict, 20, "to evict", {"num_blocks": number_of_some}),
-    Operation("reset", storage.reset, 3, ALWAYS, {"namespaces": some_namespaces}, needs="reset"),
+    Operation("reset", storage.reset, 3, ALWAYS, {"namespaces": some_namespaces}),
     Operation("misuse", cache_end.misuse, 2, "misuse", _CACHE["misuse"], needs="misuse"),
     Operation("check", cache_end.check, 3, needs="check"),
     Operation("drain", storage.drain, 1),
