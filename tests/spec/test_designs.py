@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import pytest
 
+from radixkv.spec.adapters.cache import Snapshot
 from radixkv.spec.adapters.cache_target import Depth
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.random_engine import run
@@ -41,6 +45,58 @@ def test_a_design_is_clean_under_its_promises(design: Any, depth: Depth) -> None
 @every_design
 def test_a_design_is_clean_for_long(design: Any, depth: Depth) -> None:
     assert run(CacheSubject(design, depth), 100, LONG_STEPS).finding is None
+
+
+class Shown(PrivateCopy):
+    """Shows all, and how many blocks are available after each match."""
+
+    keeps = 1  # last tokens, of which a match leaves the block
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.waiting: dict[str, tuple[list[int], bytes]] = {}
+
+    def found(self, tokens: list[int], namespace: bytes) -> list[int]:
+        cached = [self.blocks_of.get(prefix) for prefix in self.hashes(namespace, tokens)]
+        return [blocks[0] for blocks in takewhile(bool, cached) if blocks]
+
+    def match(self, name: str, tokens: list[int], namespace: bytes) -> int:
+        self.waiting[name] = tokens, namespace
+        return len(self.found(tokens[:-1], namespace)) * self.block_size
+
+    def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+        self.waiting.pop(name, None)
+        return super().admit(name, tokens, namespace)
+
+    def available_after(self, tokens: list[int], namespace: bytes) -> int:
+        found = self.found(tokens[: len(tokens) - self.keeps], namespace)
+        return self.available() - sum(not self.users[block] for block in found)
+
+    def snapshot(self) -> Snapshot:
+        cached = {prefix: block for prefix, [block] in self.blocks_of.items()}
+        return Snapshot(
+            free=[block for block in self.queue if block not in self.hash_of],
+            cached=cached,
+            users={prefix: self.users[block] for prefix, block in cached.items()},
+            idle=[block for block in self.queue if block in self.hash_of],
+            available_after={
+                name: self.available_after(*request) for name, request in self.waiting.items()
+            },
+        )
+
+
+class PinsTheLast(Shown):
+    """Counts the block of the last token as pinned, too, which no match hits."""
+
+    keeps = 0
+
+
+def test_a_match_without_the_last_token_pins_no_block_of_it() -> None:
+    for seed in range(2):
+        assert run(CacheSubject(Shown, "full"), seed, 5_000).finding is None
+        finding = run(CacheSubject(PinsTheLast, "full"), seed, 5_000).finding
+        assert finding is not None and finding.rule.startswith("S2 ")
+        assert re.fullmatch(r"\d+ available after r\d+, not \d+", finding.why)
 
 
 @pytest.mark.parametrize("bug", DESIGN_BUGS, ids=lambda bug: f"{bug.design}: {bug.name}")

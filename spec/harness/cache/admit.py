@@ -31,7 +31,7 @@ def match(world: CacheState, name: str) -> bool:
         return False
     hit = world.target.match(name, request.tokens, request.namespace)
     if world.model is not None and world.promises.hits_all:
-        blocks = len(_published(world, world.model, request))
+        blocks = len(published(world, world.model, request))
         require(
             hit == blocks * world.block_size,
             rules.H6, "{} matches {} tokens, {} blocks are published", name, hit, blocks,
@@ -46,7 +46,7 @@ def _hittable(world: CacheState, request: Request) -> list[Tag]:
     return request.path(world.block_size)[: end // world.block_size]
 
 
-def _published(world: CacheState, model: CacheModel, request: Request) -> list[Tag]:
+def published(world: CacheState, model: CacheModel, request: Request) -> list[Tag]:
     """The published prefixes that an admission may hit."""
     hittable = _hittable(world, request)
     return hittable[: model.longest_hit(hittable)]
@@ -60,7 +60,7 @@ def admit(world: CacheState, name: str) -> bool:
     needed, can = total, world.target.available()
     before = can
     if model is not None:
-        wanted = _published(world, model, request)
+        wanted = published(world, model, request)
         due = wanted if world.promises.hits_all else []
         needed -= len(due)
         can = model.available(due)

@@ -9,6 +9,7 @@ from ...model.cache import FREE, CacheModel
 from ...model.ghost import Tag
 from ...rules import cache as rules
 from ...rules.rule import Violation, require
+from .admit import published
 from .requests import PROBE, Request
 from .state import CacheState
 
@@ -128,9 +129,7 @@ def _check_reports(world: CacheState, model: CacheModel, shot: Snapshot) -> None
         wanted = table + [0] * (len(row) - len(table))
         require(list(row) == wanted, rules.R2, "the row of {} is {}, not {}", name, row, wanted)
     for name, number in shot.available_after.items():
-        request = world.requests[name]
-        path = request.path(world.block_size)
-        left = model.available(path[: model.longest_hit(path)])
+        left = model.available(published(world, model, world.requests[name]))
         require(number == left, rules.S2, "{} available after {}, not {}", number, name, left)
     expected = {**world.counts(), **model.counts} if shot.counts else {}
     for word, number in shot.counts.items():
