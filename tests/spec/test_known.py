@@ -90,6 +90,9 @@ class Steps:
                 require(False, RULES["S2 available-is-free-plus-unused"], "")
             case "breaks A3":
                 require(False, RULES["A3 allocate-distinct"], "")
+            case "breaks both":
+                require(False, RULES["S2 available-is-free-plus-unused"], "")
+                require(False, RULES["A3 allocate-distinct"], "")
             case "stops":
                 raise Violation(RULES["S4 no-unexpected-error"], "")
             case "raises":
@@ -124,6 +127,13 @@ def test_each_known_finding_is_counted_once_with_what_led_to_it() -> None:
         f"{MET}S2 available-is-free-plus-unused": 1, f"{MET}S4 no-unexpected-error": 2,
         "does": 2, "breaks S2": 1, "stops": 2,
     }  # fmt: skip
+
+
+def test_what_is_met_in_the_last_operation_is_counted_with_its_situations() -> None:
+    world = KnownSubject(Steps(), ["S2"]).world({})
+    with pytest.raises(Violation, match="A3"):
+        world.apply(["breaks both"])
+    assert world.situations == {f"{MET}S2 available-is-free-plus-unused": 1, "breaks both": 1}
 
 
 @pytest.mark.parametrize("what", WHATS)

@@ -77,11 +77,12 @@ class _KnownWorld:
 
     def apply(self, operation: Operation) -> bool:
         with not_judging(self._known) as met:
-            applied = self._apply(operation, met)
-        self._has_met = self._has_met or bool(met)
-        self._earlier.update({f"{MET}{name}": times for name, times in met.items()})
-        self.situations = self._earlier + self._world.situations
-        return applied
+            try:
+                return self._apply(operation, met)
+            finally:  # an operation that breaks another rule may have met a known one before
+                self._has_met = self._has_met or bool(met)
+                self._earlier.update({f"{MET}{name}": times for name, times in met.items()})
+                self.situations = self._earlier + self._world.situations
 
     def _apply(self, operation: Operation, met: Counter[str]) -> bool:
         try:
