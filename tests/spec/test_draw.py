@@ -18,7 +18,7 @@ from radixkv.spec.harness.findings.program import to_call, to_program, world_bef
 from radixkv.spec.harness.findings.svg import CHAR, FILL, to_svg
 from radixkv.spec.harness.pool_world import PoolSubject
 from radixkv.spec.harness.random_engine import run_case
-from radixkv.spec.harness.subjects import What, make_subject
+from radixkv.spec.harness.subjects import WHATS, What, make_subject
 
 from .toys import Plain
 
@@ -69,8 +69,8 @@ def test_a_program_with_its_picture(subject: CacheSubject) -> None:
     assert to_program(FOUND, subject) == PROGRAM
     alone = PROGRAM.split("\n\nbefore")[0]
     for known, text in (  # only the subject knows the use of a size, and the names of arguments
-        ("block_size=2", "block_size=2, max_running=3"), ("more=2", "2, 0"),
-        ("[0, 0, 3, 3])", "[0, 0, 3, 3], 0, 0)"), ("namespace=1", "0, 1"),
+        ("block_size=2", "block_size=2, max_running=3, alphabet=2, rare=5, often=0"),
+        ("more=2", "2, 0"), ("[0, 0, 3, 3])", "[0, 0, 3, 3], 0, 0)"), ("namespace=1", "0, 1"),
     ):  # fmt: skip
         alone = alone.replace(known, text)
     assert to_program(FOUND) == alone
@@ -114,6 +114,24 @@ def test_a_rule_that_is_no_more_is_shown_by_its_name() -> None:
 )
 def test_a_call(what: What, operation: Operation, call: str) -> None:
     assert to_call(operation, make_subject(what, getattr(targets, what), "full")) == call
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_a_replay_reads_no_part_of_a_configuration_that_is_not_shown(what: What) -> None:
+    subject = make_subject(what, getattr(targets, what), "full")
+    below = random.Random(1).randrange
+    for _ in range(3 if what == "costs" else 10):
+        config, other = subject.configure(below), subject.configure(below)
+        shown = to_program(Finding("", "", config, []), subject)
+        assert "rare=" not in shown and "often=" not in shown
+        changed = {
+            name: value if f"{name}={value!r}" in shown else other[name]
+            for name, value in config.items()
+        }
+        one, two = subject.world(config), subject.world(changed)
+        for operation in run_case(one, below, 30)[0]:
+            two.apply(operation)
+        assert (one.situations, one.picture()) == (two.situations, two.picture()), changed
 
 
 def test_the_world_before_is_that_before_the_last_call(subject: CacheSubject) -> None:

@@ -16,9 +16,6 @@ NAMED: Final = {
 }
 """Arguments that are shown with their names, by word; those of 0 or [] are omitted."""
 
-UNSHOWN: Final = ("rare", "often", "alphabet", "faults", "fences")
-"""Parts of a configuration that only affect the choice of operations, not a replay."""
-
 
 def to_program(finding: Finding, subject: Subject | None = None) -> str:
     """Write a finding as a program.
@@ -85,6 +82,6 @@ def _value(value: Any) -> str:
 
 
 def _describe(finding: Finding, subject: Subject | None) -> str:
-    unshown = (*UNSHOWN, *getattr(subject, "only_drawn", ()))
+    unshown = getattr(subject, "only_drawn", ())
     sizes = (f"{key}={value!r}" for key, value in finding.config.items() if key not in unshown)
     return ", ".join(sizes)

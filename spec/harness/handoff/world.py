@@ -81,6 +81,7 @@ class HandoffSubject:
     """
 
     table = HANDOFF_TABLE
+    only_drawn = ("rare", "often")  # a replay does not read them
 
     def __init__(self, factory: HandoffFactory) -> None:
         self.factory = factory

@@ -61,7 +61,8 @@ class TierWorld(TierState):
 class TierSubject:
     """A manager with tiers to test, in worlds of all sizes and policies."""
 
-    only_drawn = ("max_running",)  # a replay does not read it
+    # A replay does not read these.
+    only_drawn = ("max_running", "alphabet", "rare", "often", "faults", "fences")
 
     table = TIER_TABLE
 
