@@ -558,7 +558,7 @@ class HandoffAdapter:
     """Makes our nodes and gateways.
 
     Args:
-        config: As drawn by `radixkv.spec.harness.handoff.draw`.
+        config: As drawn by `radixkv.spec.harness.handoff.configuration`.
     """
 
     def __init__(self, config: Config) -> None:

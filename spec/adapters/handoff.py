@@ -457,4 +457,5 @@ class HandoffSystem(Protocol):
 
 
 HandoffFactory: TypeAlias = Callable[[dict[str, Any]], HandoffSystem]
-"""Makes the system from a configuration, as `radixkv.spec.harness.handoff.draw` draws it."""
+"""Makes the system from a configuration, as `radixkv.spec.harness.handoff.configuration` draws
+it."""

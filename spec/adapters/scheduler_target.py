@@ -101,9 +101,8 @@ class SchedulerTarget:
         self.depth: int = min(config.get("depth", 1), getattr(self._adapter, "depth", 1))
         self.promises = getattr(self._adapter, "promises", SchedulerPromises())
         if not isinstance(self.promises, SchedulerPromises):
-            raise AdapterError(
-                f"promises must be radixkv.spec.SchedulerPromises, got {self.promises!r}"
-            )
+            wanted = "radixkv.spec.adapters.scheduler.SchedulerPromises"
+            raise AdapterError(f"promises must be {wanted}, got {self.promises!r}")
         optional = ("counts", "misuse", "check", "copies", *more)
         self.can = {name for name in optional if callable(getattr(self._adapter, name, None))}
         for method, kind in _KINDS.items():

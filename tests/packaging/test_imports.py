@@ -4,6 +4,8 @@
 """
 
 import ast
+import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
@@ -33,6 +35,16 @@ def test_imports_inside_the_library_are_relative(folder: str) -> None:
         )
     ]
     assert absolute == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_what_is_named_in_a_message_or_a_docstring_exists(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        for name in re.findall(rf"\bradixkv\.(?:{'|'.join(FOLDERS)})(?:\.\w+)*", path.read_text()):
+            try:
+                pkgutil.resolve_name(name)
+            except (ImportError, AttributeError):
+                pytest.fail(f"{path.relative_to(ROOT)}: there is no {name}")
 
 
 def _loaded(program: str) -> set[str]:
