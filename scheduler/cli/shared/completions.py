@@ -73,15 +73,13 @@ class Completions:
 
     def is_complete(self, request: Request) -> bool:
         """Whether a request has all of its tokens."""
-        return request in self._stopped or request.status is RequestStatus.FINISHED
+        if (output := self._stopped.get(request)) is not None:
+            return output.finish_reason != "abort"
+        return request.status is RequestStatus.FINISHED
 
     def failures(self, reasons: Mapping[str, str]) -> dict[str, str]:
         """Return the reasons of the requests that have failed before their texts were complete."""
-        complete = {
-            request.request_id
-            for request, output in self._stopped.items()
-            if output.finish_reason != "abort"
-        }
+        complete = {request.request_id for request in self if self.is_complete(request)}
         return {name: reason for name, reason in reasons.items() if name not in complete}
 
     def outputs(self) -> list[GenerationOutput]:

@@ -116,6 +116,7 @@ def test_a_request_that_fails_before_its_text_is_complete_has_failed(
     reasons = {"0": "its node is lost", "9": "of another"}
     left = {"9": "of another"} if is_complete else reasons
     assert completions.failures(reasons) == left
+    assert completions.is_complete(request) == is_complete
     [output] = completions.outputs()
     assert output.finish_reason == ("stop" if is_complete else "abort")
 
