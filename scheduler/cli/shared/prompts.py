@@ -79,7 +79,8 @@ def choose_sizes(
     block_size = arguments.block_size
     num_tokens = [len(prompt) + arguments.max_new_tokens for prompt in prompts]
     n: int = arguments.n
-    needed = [-(-number // block_size) for number in num_tokens]
+    # The last new token needs no KV.
+    needed = [-(-(number - 1) // block_size) for number in num_tokens]
     elements_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     bytes_per_block = elements_per_token * block_size * itemsize
     num_blocks = arguments.device_blocks or _default_blocks(needed * n, bytes_per_block)

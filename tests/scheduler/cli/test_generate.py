@@ -153,12 +153,12 @@ def test_a_string_is_encoded_by_the_checkpoints_tokenizer(
 
 def test_a_prompt_that_cannot_fit_is_refused(radixkv: Any, model_dir: Path, prompts: Path) -> None:
     outcome = radixkv(
-        *("generate", model_dir, "--prompts", prompts, "--max-new-tokens", 5),
+        *("generate", model_dir, "--prompts", prompts, "--max-new-tokens", 6),
         *("--block-size", 4, "--device-blocks", 6),
     )
     assert outcome.status == 2
     assert outcome.stderr == (
-        "radixkv: prompt 1: 20 prompt tokens and 5 new tokens need 7 blocks of 4 tokens, but the "
+        "radixkv: prompt 1: 20 prompt tokens and 6 new tokens need 7 blocks of 4 tokens, but the "
         "cache has 6\n"
     )
 

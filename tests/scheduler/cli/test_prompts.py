@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radixkv.scheduler.cli.errors import BadInputError
 from radixkv.scheduler.cli.shared.prompts import Sizes, choose_sizes, prompts_failed, read_prompts
+from radixkv.scheduler.request import Request
 
 
 def _encode(text: str) -> list[int]:
@@ -86,6 +89,21 @@ def test_sizes_are_those_that_the_prompts_need() -> None:
     assert _sizes(3, 16, token_budget=1, device_blocks=5) == Sizes(5, 1, 1, 20)
     assert _sizes(3, 16, itemsize=2**30).num_blocks == 5, "room for the longest in any case"
     assert _sizes(*[4] * 9, itemsize=2**26).num_blocks == 8, "4 GiB"
+
+
+@given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 4))
+def test_a_prompt_needs_the_blocks_of_its_request(length: int, num_new: int, size: int) -> None:
+    needed = Request("0", [1] * length, num_new).max_blocks(size)
+
+    def num_blocks(device_blocks: int | None) -> int:
+        options: dict[str, Any] = {"max_new_tokens": num_new, "block_size": size}
+        sizes = _sizes(length, max_positions=32, device_blocks=device_blocks, **options)
+        return sizes.num_blocks
+
+    assert num_blocks(None) == num_blocks(needed) == needed
+    if needed > 1:
+        with pytest.raises(BadInputError, match=f" need {needed} blocks of {size} tokens, but "):
+            num_blocks(needed - 1)
 
 
 @pytest.mark.parametrize("kv", [(1, 1, 1), (2, 1, 1), (1, 4, 1), (1, 1, 8), (4, 2, 8)])
