@@ -310,10 +310,8 @@ class PrefillScheduler(Scheduler):
         for request in finished:
             prompt = _as_prompt(request)
             self._forget(prompt)
-            device = min(request.num_hit_tokens, request.num_prompt_tokens - 1)
-            hits = Hits(device, request.num_host_hit_tokens, request.num_storage_hit_tokens)
             record = pack_records(request.output_logprobs)
-            self._side.sampled(prompt.key, request.output_tokens[0], hits, record)
+            self._side.sampled(prompt.key, request.output_tokens[0], Hits.of(request), record)
         self._apply_actions()
         deferred, self._deferred = self._deferred, []
         for call in deferred:

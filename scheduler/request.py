@@ -182,9 +182,10 @@ class Request:
             not.
         num_computed: number of leading tokens whose KV is in the cache; 0 without a lease.
         num_scheduled: number of leading tokens that are computed, or will be by steps in flight.
-        num_hit_tokens: prompt tokens found on the device at the first admission.
-        num_host_hit_tokens, num_storage_hit_tokens: prompt tokens that came from the host at the
-            first admission, and from storage by way of the host.
+        num_hit_tokens: prompt tokens that were not computed at the first admission, as the device
+            had their KV; the last one is always computed.
+        num_host_hit_tokens, num_storage_hit_tokens: prompt tokens that were not computed either, as
+            their KV came from the host, and from storage by way of the host.
         num_preemptions: number of times that the request lost its blocks.
         guide: restricts the output, or None.
         logprobs, prompt_logprobs: number of most likely tokens to report, or None for no records.

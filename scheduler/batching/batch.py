@@ -387,8 +387,8 @@ class BatchScheduler:
             request.has_begun = True
             self._stats.admitted += 1
             on_device = lease.num_hit_blocks * self.manager.block_size + num_copied
-            request.num_hit_tokens = on_device
-            self._stats.hit_tokens += min(on_device, hit_tokens)
+            request.num_hit_tokens = min(on_device, hit_tokens)
+            self._stats.hit_tokens += request.num_hit_tokens
             if self._transfers is not None:
                 self._transfers.count_hits(request, hit_tokens - num_copied)
         else:

@@ -12,7 +12,7 @@ from ..text.output_text import OutputText
 
 
 class PrefixHits(NamedTuple):
-    """Prompt tokens whose KV was found in each tier when the request began."""
+    """Prompt tokens that were not computed when the request began, by the tier that had them."""
 
     device: int = 0
     host: int = 0

@@ -174,8 +174,7 @@ class NodeAccounts:
             entry.storage_hit_tokens = below_device - entry.host_hit_tokens
             hit = request.num_hit_tokens + request.num_host_hit_tokens
             hit += request.num_storage_hit_tokens
-            # A prompt that hits in full computes its last token again, for the logits.
-            if start != min(hit, len(request.prompt) - 1):
+            if start != hit:
                 self._violations.append(
                     f"request {request.request_id}: {hit} tokens hit, computed from {start}"
                 )

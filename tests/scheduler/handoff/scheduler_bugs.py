@@ -46,7 +46,8 @@ PREFILL_BUGS: Final = [
         "P does not report the sampled token",
         PREFILL,
         (
-            "            self._side.sampled(prompt.key, request.output_tokens[0], hits, record)",
+            "            self._side.sampled("
+            "prompt.key, request.output_tokens[0], Hits.of(request), record)",
             "            pass",
         ),
     ),
@@ -65,14 +66,18 @@ PREFILL_BUGS: Final = [
         "P counts host hits as device hits",
         PREFILL,
         (
-            "Hits(device, request.num_host_hit_tokens, ",
-            "Hits(device + request.num_host_hit_tokens, 0, ",
+            "Hits.of(request), record",
+            "Hits(request.num_hit_tokens + request.num_host_hit_tokens, 0, "
+            "request.num_storage_hit_tokens), record",
         ),
     ),
     bug(
         "P forgets host hits",
         PREFILL,
-        ("Hits(device, request.num_host_hit_tokens, ", "Hits(device, 0, "),
+        (
+            "Hits.of(request), record",
+            "Hits(request.num_hit_tokens, 0, request.num_storage_hit_tokens), record",
+        ),
     ),
     bug(
         "P admits prompts while it drains",

@@ -139,9 +139,11 @@ class Harness:
                 continue
             assert (request.output_tokens, request.finish_reason) == (outputs, reason), request
             if request.num_preemptions == 0:
-                hit = min(request.num_hit_tokens, request.num_prompt_tokens - 1)
-                assert hit + self.computed[request] == request.num_prompt_tokens, request
+                num_hit = request.num_hit_tokens
+                assert num_hit + self.computed[request] == request.num_prompt_tokens, request
                 assert self.decoded[request] == len(outputs) - 1, request
+        num_hit = sum(request.num_hit_tokens for request in self.requests)
+        assert self.scheduler.stats().hit_tokens == num_hit
         stats = self.manager.stats()
         assert stats.live_leases == stats.private_blocks == 0, stats
         assert stats.free_blocks + stats.idle_blocks == stats.num_blocks, stats

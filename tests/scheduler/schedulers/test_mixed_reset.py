@@ -103,7 +103,7 @@ def test_a_namespace_may_be_kept():
         plan = harness.scheduler.schedule()
         harness.scheduler.update(plan, [0])
         hits.append(request.num_hit_tokens)
-    assert hits == [8, 0]
+    assert hits == [7, 0]
 
 
 def test_without_tiers_a_reset_preempts_and_recomputes():

@@ -114,7 +114,7 @@ _BUGS = (
         "hits on the host are counted as hits on the device",
         BATCH,
         (
-            "self._stats.hit_tokens += min(on_device, hit_tokens)",
+            "self._stats.hit_tokens += request.num_hit_tokens",
             "self._stats.hit_tokens += hit_tokens",
         ),
     ),
