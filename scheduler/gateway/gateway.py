@@ -425,7 +425,7 @@ class Gateway:
         except RequestTooLargeError as large:
             self.prefill_failed(key, str(large), is_final=True)
         except RoutingError as no_node:  # one may join later
-            self._retrier.prefill_failed(key, str(no_node), is_busy=True)
+            self._retrier.put_off(key, str(no_node))
         else:
             self._routes[key] = route
             self._num_heard[key], self._num_kept[key] = 0, kept

@@ -154,6 +154,13 @@ class RequestRetrier:
             request.num_failed -= is_busy
             self._retry(key.request_id, request, reason, is_final)
 
+    def put_off(self, key: AttemptKey, reason: str) -> None:
+        """Note that no node could take an attempt: it begins again after the pause."""
+        request = self._requests.get(key.request_id)
+        if request is not None and request.is_trying(key.attempt):
+            request.attempt -= 1  # no node knows it, so that there is nothing to cancel
+            self._pause(key.request_id, request, reason)
+
     def decode_failed(self, key: AttemptKey, reason: str) -> None:
         """Note that D has stopped an attempt that it had started."""
         request = self._requests.get(key.request_id)
@@ -207,12 +214,15 @@ class RequestRetrier:
     def _retry(
         self, request_id: str, request: _Request, reason: str, is_final: bool = False
     ) -> None:
-        request.reason = reason
         request.num_failed += 1
         if is_final or request.num_failed >= self._max_attempts:
             self._answer(request_id, None, reason)
             return
         self._actions.append(Cancel(AttemptKey(request_id, request.attempt)))
+        self._pause(request_id, request, reason)
+
+    def _pause(self, request_id: str, request: _Request, reason: str) -> None:
+        request.reason = reason
         request.begins_at = self._now + self._backoff_s
         self._pausing[request_id] = request
 

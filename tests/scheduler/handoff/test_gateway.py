@@ -172,10 +172,42 @@ def test_attempts_of_a_lost_node_are_retried() -> None:
 def test_requests_wait_for_nodes_to_join() -> None:
     gateway = make()
     gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
-    gateway.tick(0.0)
-    assert gateway.take_actions() == [Cancel(AttemptKey("a #0.0", 1))]
-    gateway.add_decode("d0", CacheSize(20, 4))
-    assert begin(gateway, now=1.0).route.decode == "d0"
+    for now in (0.0, 0.999):
+        gateway.tick(now)
+        assert gateway.take_actions() == []
+        if not now:
+            gateway.add_decode("d0", CacheSize(20, 4))
+    assert begin(gateway, now=1.0).key == AttemptKey("a #0.0", 1)
+
+
+@given(st.lists(st.sampled_from(["p0", "d0", "d1", "is added", "is aborted", "fails"])))
+def test_only_an_attempt_that_a_node_got_is_cancelled(steps: list[str]) -> None:
+    """A node joins, or is gone if it is there; without any, a request waits, and is tried again."""
+    gateway = Gateway(backoff_s=1.0)
+    nodes, run, names = set[str](), dict[AttemptKey, None](), list[str]()
+    for number, step in enumerate(steps):
+        match step:
+            case "is added":
+                names.append(str(number))
+                gateway.add_request(Request(names[-1], [1, 2, 3], 2), float(number))
+            case "is aborted" if names:
+                gateway.abort(names.pop(0))
+            case "fails" if run:
+                gateway.decode_failed(list(run)[-1], "no")
+            case "p0" | "d0" | "d1" if step in nodes:
+                nodes.remove(step)
+                gateway.remove_node(step)
+            case "p0" | "d0" | "d1":
+                nodes.add(step)
+                add = gateway.add_prefill if step == "p0" else gateway.add_decode
+                add(step, CacheSize(20, 4))
+        gateway.tick(float(number))
+        for action in gateway.take_actions():
+            if isinstance(action, RunAttempt):
+                assert action.key not in run and set(action.route) <= nodes
+                run[action.key] = None
+            else:
+                assert action.key in run
 
 
 def test_failures_have_their_reasons() -> None:
