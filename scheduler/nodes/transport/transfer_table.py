@@ -154,7 +154,8 @@ class TransferTable:
             elif offer.served is not None and offer.served.was_read():
                 self._end_offer(part_id, was_read=True)
                 continue
-            if offer.expires_at <= now and part_id in self._offers:
+            # `_serve` may have ended it: then it is gone, or ending.
+            if offer.expires_at <= now and part_id in self._offers and not offer.is_ending:
                 self.offers_expired += 1
                 if offer.arrays:
                     self._events.append(OfferFailed(part_id, "expired before it could be served"))

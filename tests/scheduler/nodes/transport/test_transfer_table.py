@@ -6,8 +6,8 @@ import inspect
 import math
 import sys
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Final, Literal, NamedTuple, TypeAlias, cast
+from types import ModuleType, SimpleNamespace
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from radixkv.scheduler.nodes.transport import (
     Event,
     Fault,
     Offered,
+    OfferFailed,
     PullFailed,
     PullInfo,
     Received,
@@ -230,6 +231,51 @@ def test_an_attempt_is_withdrawn_once_nobody_can_read_any_of_its_parts(
         expected = [key for key in expected if key not in {each.key for each in kept}]
         assert table.take_events() == [Withdrawn(key) for key in expected]
         withdrawn.update(dict.fromkeys(expected, True))
+
+
+State: TypeAlias = Literal["waits", "is ready", "fails"]
+
+
+class SlowOffer(ScriptedOffer):
+    """An offer that storage has not taken yet, and perhaps never will.
+
+    Attributes:
+        state: whether it is ready; if it "fails", an error says so.
+    """
+
+    state: State = "waits"
+
+    def is_ready(self) -> bool:
+        if self.state == "fails":
+            raise OSError("storage is away")
+        return self.state == "is ready"
+
+
+@given(st.lists(st.sampled_from(["waits", "is ready", "fails"]), max_size=4), st.integers(0, 4))
+def test_an_offer_fails_or_expires_once(states: list[State], expires: int) -> None:
+    """Also if it fails in the step in which it expires."""
+    served, layout = SlowOffer(), describe(OFFERED, num_blocks=1)
+    engine: Any = SimpleNamespace(name="x", maintain_every_s=None, offer=lambda arrays: served)
+    table, entry = transfer_table.TransferTable(engine), OfferEntry(OFFERED, layout, math.inf)
+    table.offer(PART, entry)
+    is_offered = has_ended = has_expired = False
+    for number, served.state in enumerate(states):
+        if is_late := number >= expires:
+            entry.expires_at = -math.inf
+        expected: list[str] = []
+        if not (is_offered or has_ended):
+            if served.state == "fails":
+                expected, has_ended = ["OSError: storage is away"], True
+            elif served.state == "is ready":
+                expected, is_offered = ["Offered"], True
+            elif is_late:
+                expected = ["expired before it could be served"]
+        if is_late and not has_ended:
+            has_ended = has_expired = True
+        table.step()
+        events = table.take_events()
+        names = [each.reason if isinstance(each, OfferFailed) else "Offered" for each in events]
+        assert (names, table.offers_expired) == (expected, has_expired)
 
 
 BUGS: Final = {
