@@ -207,7 +207,9 @@ def _num_given(request: Request) -> int:
 
 def _forbid(allowed: Int32Array, token_ids: Iterable[int], vocab_size: int) -> None:
     """Clear the bits of tokens in a mask of 32 tokens per word, unless no other one is set."""
-    tokens = np.array([token for token in token_ids if 0 <= token < vocab_size], np.int64)
+    after_last = range(vocab_size, 32 * len(allowed))  # `_all_allowed` sets these, too
+    late = (token for token in token_ids if 0 <= token < vocab_size)
+    tokens = np.array([*late, *after_last], np.int64)
     bits = np.uint32(1) << (tokens % 32).astype(np.uint32)
     others = allowed.copy()
     np.bitwise_and.at(others.view(np.uint32), tokens // 32, ~bits)

@@ -148,8 +148,20 @@ def test_large_logits_stay_finite_at_the_limits_of_penalty_and_temperature(penal
     assert sample(adjusted, SamplingBatch(one * temperature, *numbers)).tolist() == [2]
 
 
-def test_late_tokens_are_forbidden_unless_no_other_is_allowed():
-    allowed = np.array([[0b1011, 1], [0b1010, 0]], np.int32)
-    for row in allowed:
-        _forbid(row, [1, 3, 40, -1], vocab_size=33)  # two of them are no tokens
-    assert allowed.tolist() == [[0b0001, 1], [0b1010, 0]]
+@given(
+    vocab_size=st.integers(1, 70),
+    is_masked=st.booleans(),
+    in_mask=st.sets(st.integers(0, 69)),
+    late=st.sets(st.integers(-1, 99)) | st.just(set(range(70))),
+)
+def test_late_tokens_are_forbidden_unless_no_other_is_allowed(vocab_size, is_masked, in_mask, late):
+    """Bits after the last token, which a mask of all tokens has, count for nothing."""
+    num_words = -(-vocab_size // 32)
+    bits = np.ones(32 * num_words, np.bool_)
+    if is_masked:
+        bits = np.isin(np.arange(32 * num_words), [each for each in in_mask if each < vocab_size])
+    allowed = np.packbits(bits, bitorder="little").view(np.int32)
+    _forbid(allowed, late, vocab_size)
+    left = np.unpackbits(allowed.view(np.uint8), bitorder="little")[:vocab_size]
+    before = set(np.flatnonzero(bits[:vocab_size]).tolist())
+    assert set(np.flatnonzero(left).tolist()) == (before - late or before)
