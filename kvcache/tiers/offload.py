@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from ..prefix.node import ITEM_BYTES, Node
@@ -10,6 +12,10 @@ from .completion_handlers import OffloadCompletion
 from .host_tier import HostRun, TieredNode
 from .operations import OpKind
 from .state import TierState
+
+_MANY_NODES: Final = 16
+"""Nodes of a published path from which on they are joined: the cost of a block is that of a node,
+and of a copy of the path's tokens for every few blocks."""
 
 
 class Offloader:
@@ -116,8 +122,9 @@ class Offloader:
     def write_through(self) -> None:
         """Copy the recorded paths in one operation, as far as the host has room."""
         sources: dict[TieredNode, bytes] = {}
-        paths = [self.tree.path(last) for last in self.tree.published]
-        room = self._host.available - self._keep(paths)
+        paths = [self._keep(last) for last in self.tree.published]
+        copies = {node.host for path in paths for node in path if node.host is not None}
+        room = self._host.available - sum([run.num_blocks for run in copies if run.is_idle])
         for path in paths:
             for node in path:
                 if not node.device_blocks or node.host is not None or node in sources:
@@ -131,12 +138,19 @@ class Offloader:
             ids, runs = self.allocate(sources, _count(sources))
             self._submit(OffloadCompletion(self._state, runs), sources, ids)
 
-    def _keep(self, paths: list[list[TieredNode]]) -> int:
-        """Make the copies of some paths the warmest; return how many of their blocks are idle."""
-        runs = [node.host for path in paths for node in reversed(path) if node.host is not None]
-        for run in runs:
-            self._host.touch(run)
-        return sum([run.num_blocks for run in {*runs} if run.is_idle])
+    def _keep(self, last: Node) -> list[TieredNode]:
+        """Make the copies of a path the warmest, and return its nodes.
+
+        A request that decodes adds a node for each block, as the one before has a copy by then.
+        """
+        path = self.tree.path(last)
+        for node in reversed(path):
+            if node.host is not None:
+                self._host.touch(node.host)
+        if len(path) <= _MANY_NODES or not last.refs:
+            return path
+        self.tree.join_path(last)
+        return self.tree.path(last)
 
     # Shared steps
 

@@ -71,19 +71,22 @@ class StorageKeyCache:
             self.reported_at[upper] = self.reported_at[lower]
 
     def are_alike(self, upper: Node, lower: Node) -> bool:
-        """Return whether a node and its only child can be joined: both are reported together."""
+        """Return whether a node and its only child can be joined."""
         is_whole = len(self.known.get(upper, b"")) == upper.num_blocks * KEY_BYTES
-        return (is_whole or lower not in self.known) and (
-            self.reported_at.get(upper) == self.reported_at.get(lower)
-        )
+        return is_whole or lower not in self.known
 
     def join(self, nodes: Sequence[Node]) -> None:
-        """Move the keys of consecutive nodes of a path, each like the next one, to the last one."""
+        """Move the keys of consecutive nodes of a path, each like the next one, to the last one.
+
+        It is reported again when the first of them is due, and in a report that has one of them.
+        """
         keys = b"".join([self.known.pop(node, b"") for node in nodes])
         if keys:
             self.known[nodes[-1]] = keys
-        for node in nodes[:-1]:
-            self.reported_at.pop(node, None)
+        reports = [self.reported_at.pop(node, None) for node in nodes]
+        if None not in reports:
+            times, places = zip(*filter(None, reports), strict=True)
+            self.reported_at[nodes[-1]] = min(times), max(places)
 
     def forget(self, node: Node) -> None:
         """Forget a node that left the tree."""

@@ -6,8 +6,11 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager, Lease, OpKind
+from radixkv.kvcache.tiers import offload, storage_recency
 from radixkv.kvcache.tiers.host_tier import WritePolicy
 
 from .helpers import hit, serve, start
@@ -189,3 +192,81 @@ def test_a_run_in_storage_is_joined_only_with_runs_in_storage(is_stored: bool):
     assert num_nodes(memory.manager) == 2
     memory.serve(TRUNK)
     assert num_nodes(memory.manager) == (1 if is_stored else 2)
+
+
+@pytest.mark.parametrize("storage", [False, True])
+@pytest.mark.parametrize("num_late", [0, 1, 5])
+def test_what_a_request_decodes_is_few_runs_though_each_block_is_copied_alone(
+    num_late: int, storage: bool
+):
+    """Otherwise each block would cost as much as the path before it is long."""
+    memory = TierMemory(300, 300, "through", storage=storage)
+    tokens, most = [0], 0
+    lease = memory.start(tokens)
+    memory.compute(lease, tokens)
+    for token in range(1, 250):
+        tokens.append(token)
+        memory.manager.extend(lease, 1)
+        memory.compute(lease, tokens)
+        memory.take()
+        for operation, _ in list(memory.flight.values())[: len(memory.flight) - num_late]:
+            memory.finish(operation)
+        memory.manager.check()
+        most = max(most, num_nodes(memory.manager))
+    assert 10 < most <= 20 + num_late
+    memory.manager.release(lease)
+    memory.settle()
+    assert memory.manager.evict(250) == 250
+    assert memory.hit(tokens) == (0, 250)
+    lease = memory.start(tokens)
+    memory.settle()
+    memory.read(lease, tokens)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 6), st.booleans())
+def test_joining_a_decoded_path_keeps_every_block_in_its_place(
+    seed: int, most_nodes: int, storage: bool
+):
+    """`TierMemory` checks what each block holds; storage hears of the last block of a path first."""
+    r = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "_MANY_NODES", most_nodes)
+        patch.setattr(storage_recency, "REPORT_INTERVAL", r.choice([1, 5, 100]))
+        memory = TierMemory(24, r.choice([8, 30]), "through", storage=storage)
+        manager, live = memory.manager, dict[Lease, list[int]]()
+        reports: list[list[bytes]] = []
+        for _ in range(80):
+            action = r.random()
+            if action < 0.2 and len(live) < 3:
+                tokens = [r.randint(0, 1) for _ in range(r.randint(1, 5))]
+                if manager.available >= 8:
+                    lease = memory.start(tokens)
+                    memory.settle()
+                    memory.compute(lease, tokens)
+                    live[lease] = tokens
+            elif action < 0.7 and live and manager.available:
+                lease = r.choice(list(live))
+                live[lease].append(r.randint(0, 1))
+                manager.extend(lease, 1)
+                memory.compute(lease, live[lease])
+            elif action < 0.8 and live:
+                manager.release(lease := r.choice(list(live)))
+                del live[lease]
+            elif action < 0.85:
+                manager.evict(r.randint(1, 4))
+            reports.append(memory.tiers.take_used())
+            memory.take()
+            for operation, _ in list(memory.flight.values())[r.randint(0, 2) :]:
+                memory.finish(operation)
+            manager.check()
+        memory.settle()
+        for lease, tokens in live.items():
+            memory.read(lease, tokens)
+            manager.release(lease)
+        manager.check()
+        paths = [memory.namespace.block_keys(tag[1]) for tag in memory.storage.values() if tag]
+        for report in reports:
+            places = {key: place for place, key in enumerate(report)}
+            for path in paths:
+                found = [places[key] for key in path if key in places]
+                assert found == sorted(found, reverse=True), "a block is told after the next one"
