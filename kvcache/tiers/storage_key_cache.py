@@ -71,22 +71,24 @@ class StorageKeyCache:
             self.reported_at[upper] = self.reported_at[lower]
 
     def are_alike(self, upper: Node, lower: Node) -> bool:
-        """Return whether a node and its only child can be joined."""
+        """Return whether a node and its only child can be joined: the node is reported first."""
         is_whole = len(self.known.get(upper, b"")) == upper.num_blocks * KEY_BYTES
-        return is_whole or lower not in self.known
+        if not is_whole and lower in self.known:
+            return False
+        first, then = self.reported_at.get(upper), self.reported_at.get(lower)
+        return first is None or (then is not None and first[0] <= then[0])
 
     def join(self, nodes: Sequence[Node]) -> None:
         """Move the keys of consecutive nodes of a path, each like the next one, to the last one.
 
-        It is reported again when the first of them is due, and in a report that has one of them.
+        They are reported again when the first is due, and are in a report that has one of them.
         """
         keys = b"".join([self.known.pop(node, b"") for node in nodes])
         if keys:
             self.known[nodes[-1]] = keys
         reports = [self.reported_at.pop(node, None) for node in nodes]
-        if None not in reports:
-            times, places = zip(*filter(None, reports), strict=True)
-            self.reported_at[nodes[-1]] = min(times), max(places)
+        if (first := reports[0]) is not None:
+            self.reported_at[nodes[-1]] = first[0], max(place for _, place in filter(None, reports))
 
     def forget(self, node: Node) -> None:
         """Forget a node that left the tree."""

@@ -158,7 +158,8 @@ T29: Final = rule(
 )
 T30: Final = rule(
     "T30 only-uses-are-reported",
-    "Storage gets no other reports, and no repetition before an interval has passed.",
+    "Storage gets no other reports, and no repetition before an interval has passed, but with "
+    "that of the block before.",
 )
 T31: Final = rule(
     "T31 reports-list-last-block-first",

@@ -187,12 +187,17 @@ class StorageUses:
         place = {by_key[key]: place for place, key in enumerate(keys)}
         require(len(place) == len(keys), rules.T31, "a report names a block twice")
         for tag, here in place.items():
-            uses, after = self._uses[tag], place.get(prefixes.parent[tag], len(keys))
+            after = place.get(prefixes.parent[tag], len(keys))
             require(here < after, rules.T31, "a report names a block after its parent")
-            require(uses.first is not None, rules.T30, "a block is reported again too soon")
+        due: dict[Tag, int] = {}  # when a block was used first that is due, or follows one that is
+        for tag in sorted(place, key=prefixes.depth.__getitem__):
+            uses = self._uses[tag]
+            first = due.get(prefixes.parent[tag]) if uses.first is None else uses.first
+            require(first is not None, rules.T30, "a block is reported again too soon")
+            assert first is not None
+            due[tag] = first
             # A prefix dropped in between may be reported again at once.
-            first = (uses.first or 0) - self.window * uses.was_dropped
-            self._reported[tag] = first, uses.last
+            self._reported[tag] = first - self.window * uses.was_dropped, uses.last
         for tag in [tag for tag, uses in self._uses.items() if uses.must]:
             depth = prefixes.depth[tag]
             require(tag in place, rules.T29, "the use of block {} is not reported", depth)
