@@ -38,7 +38,7 @@ class RequestTransfers:
     # Before a request has blocks
 
     def prefetch(self, request: Request) -> None:
-        """Prefetch from storage what the cache lacks of a request.
+        """Prefetch from storage what the cache lacks of a request, as far as hits are allowed.
 
         If another request already fetches the same block, this one waits for that prefetch: many
         requests with a common prefix fetch it once. Requests that have not begun prefetch at most
@@ -51,20 +51,21 @@ class RequestTransfers:
         if self.tiers.storage is None:
             return
         self._fetching = {path: one for path, one in self._fetching.items() if not one.done}
-        match = self._manager.match(request.tokens, request.namespace)
+        tokens = request.tokens[: request.max_hit_tokens]
+        match = self._manager.match(tokens, request.namespace)
         first = match.num_blocks + match.num_host_blocks
-        wanted = request.tokens[: (first + 1) * self._manager.block_size].tobytes()
+        wanted = tokens[: (first + 1) * self._manager.block_size].tobytes()
         path = request.namespace, wanted
         request.fetches_after = self._fetching.get(path)
         if request.fetches_after is not None:
             return
-        num_blocks = len(request.tokens) // self._manager.block_size - first
+        num_blocks = len(tokens) // self._manager.block_size - first
         ahead = 0 if request.parked is not None else sum(self._ahead.values())
         if ahead and ahead + num_blocks > self.tiers.config.num_blocks:
             request.prefetch_is_put_off = True
             self._stats.prefetches_put_off += 1
             return
-        request.prefetch = self.tiers.prefetch(request.tokens, request.namespace)
+        request.prefetch = self.tiers.prefetch(tokens, request.namespace)
         if request.prefetch is not None:
             self._fetching[path] = request.prefetch
             self._ahead[request.request_id] = num_blocks

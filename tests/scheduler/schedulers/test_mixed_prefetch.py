@@ -4,7 +4,7 @@ import pytest
 
 from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.kvcache.tiers.operations import OpKind
-from radixkv.scheduler.request import RequestStatus
+from radixkv.scheduler.request import Request, RequestStatus
 
 from .copier import Memories, held_when
 from .harness import chunks
@@ -106,6 +106,27 @@ def test_without_prefix_cache_nothing_is_fetched():
     harness.drain()
     assert not harness.copier.seen
     assert harness.scheduler.stats().prefill_tokens == 10
+
+
+@pytest.mark.parametrize("num_records", range(1, len(PROMPT) + 1))
+def test_no_more_is_prefetched_than_may_be_hits(num_records):
+    """Prompt tokens without a record are computed."""
+    harness = TierHarness(8, 2, storage=True, memories=stored())
+    records = Request("records", PROMPT, 1, prompt_logprobs=0)
+    records.prompt_records = [None] * num_records
+    harness.add(records)
+    harness.drain()
+    stats = harness.manager.stats()
+    assert stats.tiers is not None and stats.tiers.fetched_blocks == (num_records - 1) // 2
+    assert records.num_storage_hit_tokens == (num_records - 1) // 2 * 2
+
+
+def test_a_request_without_hits_waits_for_no_copy():
+    harness = TierHarness(8, 2, storage=True, memories=stored())
+    harness.copier.fate = held_when(*KINDS)
+    harness.add(Request("records", PROMPT[:8], 1, prompt_logprobs=0))
+    assert chunks(harness.step()) == [("records", 0, 8)]
+    harness.drain()
 
 
 def test_a_block_computed_by_another_request_during_the_prefetch_is_a_device_hit():
