@@ -36,8 +36,9 @@ class StorageCopies:
     Storage itself reads and writes the rows of the host tier and keeps the deadlines.
 
     While storage hangs, requests must not wait for it. After a lookup or load timed out or a lookup
-    failed, only one lookup at a time goes to storage, until one is answered. Other lookups end at
-    once as NOT_ASKED, which counts as a miss.
+    failed, only one lookup at a time goes to storage, until one of the same kind is answered:
+    storage may answer lookups from memory while its disk hangs. Other lookups end at once as
+    NOT_ASKED, which counts as a miss.
     """
 
     def __init__(self, storage: Storage, host: HostArrays, table: InFlightTable) -> None:
@@ -46,7 +47,7 @@ class StorageCopies:
         self._table = table
         self._entries: dict[StorageOpId, InFlightOperation] = {}  # not fenced yet
         self._touches: set[StorageOpId] = set()  # not ended yet
-        self._hangs = False  # the last lookup or load was not answered
+        self._unanswered: set[OpKind] = set()  # kinds whose last operation was not answered
 
     def start(self, entry: InFlightOperation) -> None:
         """Start an operation in storage, or set its outcome to NOT_ASKED.
@@ -56,7 +57,7 @@ class StorageCopies:
             StorageError: if storage refuses the operation.
         """
         operation, storage = entry.operation, self._storage
-        if self._hangs and operation.kind is OpKind.LOOKUP and self._is_waiting:
+        if self._unanswered and operation.kind is OpKind.LOOKUP and self._is_waiting:
             entry.outcome = Outcome.NOT_ASKED
             return
         keys, timeout_s, epoch = operation.keys, operation.timeout_s, operation.epoch
@@ -116,7 +117,9 @@ class StorageCopies:
     def _end(self, entry: InFlightOperation, statuses: Sequence[Status]) -> None:
         kind = entry.operation.kind
         if kind in _INCONCLUSIVE and (conclusive := {*statuses} - _INCONCLUSIVE[kind]):
-            self._hangs = conclusive <= _UNANSWERED
+            self._unanswered.discard(kind)
+            if conclusive <= _UNANSWERED:
+                self._unanswered.add(kind)
         if kind is OpKind.LOOKUP:
             entry.ok = [_ANSWERS.get(status) for status in statuses]
             is_done = None not in entry.ok

@@ -76,9 +76,36 @@ class TestStorage:
         assert len(storage.asked) == 4
         storage.end(storage.asked[3], [Status.MISSING] * 2, fenced=True)
         bench.driver.poll()
+        bench.start(kind, **into, keys=KEYS[:1])
+        storage.end(storage.asked[4], [Status.MISSING], fenced=True)
+        bench.driver.poll()
         for _ in range(2):
             bench.start(OpKind.LOOKUP, keys=KEYS[:1])
-        assert len(storage.asked) == 6
+        assert len(storage.asked) == 7
+
+    @pytest.mark.parametrize(("hangs", "other"), [(OpKind.LOOKUP, IN), (IN, OpKind.LOOKUP)])
+    def test_an_answer_of_another_kind_does_not_end_a_hang(self, bench, storage, hangs, other):
+        """A file system may tell from memory what is on a disk that hangs."""
+        storage.values[KEYS[0]] = bytes(bench.host.bytes_per_block)
+
+        def ask(kind, status):
+            into = {"destinations": [1]} if kind is IN else {}
+            bench.start(kind, **into, keys=KEYS[:1])
+            storage.end(storage.asked[-1], [status], fenced=True)
+            bench.driver.poll()
+
+        def num_asked_of_two():
+            before = len(storage.asked)
+            lookups = [bench.start(OpKind.LOOKUP, keys=KEYS[:1]) for _ in range(2)]
+            bench.driver.cancel(lookups)
+            return len(storage.asked) - before
+
+        answers = {OpKind.LOOKUP: Status.FOUND, IN: Status.LOADED}
+        ask(hangs, Status.TIMED_OUT)
+        ask(other, answers[other])
+        assert num_asked_of_two() == 1
+        ask(hangs, answers[hangs])
+        assert num_asked_of_two() == 2
 
     def test_cancelled_or_dropped_operations_do_not_show_a_hang(self, bench, storage):
         bench.start(OpKind.LOOKUP, keys=KEYS[:1])
