@@ -179,12 +179,14 @@ class CacheManager:
 
         Raises:
             TokenError, NamespaceError: for arguments of the wrong kind.
+            CountError: if max_hit_tokens is negative.
         """
         tokens = as_tokens(tokens)
         if not isinstance(namespace, bytes):
             raise NamespaceError(f"namespace must be bytes, got {namespace!r}")
-        length = len(tokens)
-        end = length if max_hit_tokens is None else min(length, max_hit_tokens)
+        end = length = len(tokens)
+        if max_hit_tokens is not None:
+            end = min(length, as_count("max_hit_tokens", max_hit_tokens))
         return self._match(tokens[: end - end % self.block_size], length, namespace)
 
     def _match(self, whole: Int32Array, length: int, namespace: bytes) -> Match:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.kvcache import CacheManager, make_namespace
+from radixkv.kvcache import CacheManager, CountError, make_namespace
 
 from .helpers import hit, serve, start
 from .observe import observe
@@ -61,6 +61,14 @@ def test_a_hit_may_be_limited(limit, num_tokens):
     manager.release(lease)
     assert manager.stats().cached_blocks == 4
     manager.check()
+
+
+@given(st.integers(max_value=-1))
+def test_a_negative_limit_of_a_hit_is_rejected(limit):
+    manager = CacheManager(12, 2)
+    serve(manager, [1, 2, 3, 4])
+    with pytest.raises(CountError, match=f"^max_hit_tokens must be at least 0, got {limit}$"):
+        manager.match([1, 2, 3, 4], max_hit_tokens=limit)
 
 
 def test_match_changes_nothing():
