@@ -109,8 +109,8 @@ class CacheManager:
         self.epoch = Epoch(0)
         self.tables = BlockTables()
         self.tiers: Tiers | None = None
-        self._pool = BlockPool(num_blocks)
-        self._tree = RadixTree(block_size)
+        self._pool = BlockPool(self.num_blocks)
+        self._tree = RadixTree(self.block_size)
         self._leases: dict[int, Lease] = {}
         self._steps_begun = self._steps_ended = 0
         # Duplicates, and the number of steps that must have ended before they are recycled.
@@ -125,7 +125,7 @@ class CacheManager:
             raise HostConfigError(f"host must be a HostConfig, got {host!r}")
         if record_events:
             num_host_blocks = 0 if host is None else host.num_blocks
-            self._events = EventRecorder(block_size, num_blocks, num_host_blocks)
+            self._events = EventRecorder(self.block_size, self.num_blocks, num_host_blocks)
         if host is not None:
             self.tiers = Tiers(host, storage, self, self._pool, self._publish_run, self._events)
             self._tree = self.tiers.state.tree

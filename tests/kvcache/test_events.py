@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,16 @@ def test_without_recording_there_are_no_events() -> None:
     manager.evict(1)
     manager.reset()
     assert manager.take_events() is None
+
+
+def test_events_have_plain_numbers_whatever_the_counts_of_the_manager_are() -> None:
+    """The wire format encodes no number of numpy."""
+    four, two = cast("list[int]", list(np.array([4, 2], np.int64)))
+    host = HostConfig(four, "through")
+    manager = CacheManager(four, two, host=host, record_events=True)
+    serve(manager, [1, 2, 3, 4, 5])
+    [event] = taken(manager)
+    assert type(stored(event).block_size) is int
 
 
 def test_a_publication_an_eviction_and_a_reset() -> None:
