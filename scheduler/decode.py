@@ -312,6 +312,11 @@ class DecodeScheduler(Scheduler):
         self._side.pull_fenced(part_id)
         self._apply_actions()
 
+    def set_time(self, now: float) -> None:
+        """Advance the clock for what is received next; `tick` checks the deadlines."""
+        self._now = now
+        self._side.set_time(now)
+
     def tick(self, now: float) -> None:
         """Advance the clock: grant blocks that are loaded, and end attempts that time out."""
         self._now = now

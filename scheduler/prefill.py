@@ -230,6 +230,10 @@ class PrefillScheduler(Scheduler):
         """Report that nothing can read the offers of a withdrawn attempt any more."""
         self._call(lambda: self._side.fenced(key))
 
+    def set_time(self, now: float) -> None:
+        """Advance the clock for what is received next; `tick` checks the deadlines."""
+        self._call(lambda: self._side.set_time(now))
+
     def tick(self, now: float) -> None:
         """Advance the clock."""
         self._call(lambda: self._side.tick(now))

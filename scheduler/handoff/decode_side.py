@@ -183,6 +183,10 @@ class DecodeSide:
         """Report that a failed or cancelled pull no longer writes."""
         self._ended_pull(part_id)
 
+    def set_time(self, now: float) -> None:
+        """Advance the clock for what is received next; `tick` checks the deadlines."""
+        self._now = now
+
     def tick(self, now: float) -> None:
         """Advance the clock: grant blocks that were loaded, and give up attempts that are late."""
         self._now = now

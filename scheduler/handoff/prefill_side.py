@@ -212,6 +212,10 @@ class PrefillSide:
         if attempt is not None and attempt.state is PrefillState.WITHDRAWN:
             self._end(attempt)
 
+    def set_time(self, now: float) -> None:
+        """Advance the clock for what is received next; `tick` checks the deadlines."""
+        self._now = now
+
     def tick(self, now: float) -> None:
         """Advance the clock: repeat unanswered messages, and give up attempts that are too late."""
         self._now = now

@@ -100,6 +100,7 @@ class NodeEventLoop:
         """
         now = self._clock()
         self._reporter.tick(now)
+        self._engine.set_time(now)
         packets = self._channel.receive()
         for packet in packets:
             self._process(packet, now)

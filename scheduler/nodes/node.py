@@ -88,6 +88,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
     ::
 
         while the node serves:
+            set_time(now)                  dates the messages
             receive(message) ...           messages of other nodes
             poll(now)                      transport, deadlines, and the model's steps
             take_messages, take_reports    messages to other nodes and the gateway
@@ -156,6 +157,13 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
     def give_up(self, key: AttemptKey, reason: str) -> None:
         """End an attempt in any state. An unknown attempt is ignored."""
         self.scheduler.give_up(key, reason)
+
+    def set_time(self, now: float) -> None:
+        """Date the messages that are received until the next poll, where the deadlines pass.
+
+        A message that arrived during a long step is thus no older than the end of the step.
+        """
+        self.scheduler.set_time(now)
 
     @abstractmethod
     def receive(self, message: PeerMessage) -> None:

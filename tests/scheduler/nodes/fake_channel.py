@@ -101,7 +101,7 @@ class Prefill(PrefillEngine):
 
     def __init__(self) -> None:
         self.manager, self.model_name = CacheManager(8, 4), "m"
-        self.scheduler: Any = SimpleNamespace(num_open=0)
+        self.scheduler: Any = SimpleNamespace(num_open=0, set_time=lambda now: None)
         self.begun: Counter[Any] = Counter()
         self.failures: list[str] = []
         self.given_up: list[Any] = []
@@ -143,7 +143,7 @@ class Decode(DecodeEngine):
 
     def __init__(self) -> None:
         self.manager, self.model_name = CacheManager(8, 4), "m"
-        self.scheduler: Any = SimpleNamespace(num_open=0)
+        self.scheduler: Any = SimpleNamespace(num_open=0, set_time=lambda now: None)
         self.failures: list[str] = []
         self.given_up: list[Any] = []
         self._running: list[Ask] = []
