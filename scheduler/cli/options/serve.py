@@ -131,13 +131,13 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
     add_count(
         group,
         "--max-running",
-        "most requests in a step (default: 128, or 16 on a CPU)",
+        "most requests in a step (default: 128, or 16 on a CPU; nodes: 64)",
         required=False,
     )
     add_count(
         group,
         "--token-budget",
-        "maximum number of tokens per step (default: 1,024, or 256 on a CPU)",
+        "maximum number of tokens per step (default: 1,024, or 256 on a CPU; nodes: 512)",
         required=False,
     )
     add_depth(group, None, "default: 2; prefill nodes have 1")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from radixkv.scheduler.cli import serve_on_nodes
 from radixkv.scheduler.cli.generate_on_nodes import node_options
 from radixkv.scheduler.cli.main import build_parser
 from radixkv.scheduler.cli.options.generate import GUIDED
@@ -128,3 +129,10 @@ def test_nodes_get_the_options_of_the_command_that_starts_them(command: str, rol
     for dest in passed_on:
         assert getattr(got, dest) == getattr(given, dest), dest
         assert getattr(got, dest) != node.get_default(dest), dest
+
+
+def test_the_help_of_serve_says_what_nodes_have() -> None:
+    helps = {each.dest: str(each.help) for each in PARSERS["serve"]._actions}
+    assert helps["max_running"].endswith(f", or 16 on a CPU; nodes: {serve_on_nodes._MAX_RUNNING})")
+    budget = serve_on_nodes._TOKEN_BUDGET
+    assert helps["token_budget"].endswith(f", or 256 on a CPU; nodes: {budget})")
