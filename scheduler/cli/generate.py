@@ -26,7 +26,7 @@ from ..nodes.transport import InProcessExchange, InProcessTransport
 from ..request import SamplingParams, TokenLogprob
 from ..serving import GenerationOutput, GenerationParams
 from ..terminal.console import table
-from ..text import Guided, TextTokenizer
+from ..text import Guided, TextTokenizer, locate_model
 from .errors import BadInputError
 from .options.common import check_memory, host_tier, reserve_tokens
 from .options.generate import GUIDED, SAMPLING, check, option_of_texts
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _complete_prompts(arguments: argparse.Namespace, group: Group | None) -> None:
-    model_dir = Path(arguments.model_dir)
+    arguments.model_dir = model_dir = locate_model(arguments.model, arguments.revision)
     config = load_config(model_dir)
     params = GenerationParams(
         arguments.max_new_tokens,
@@ -179,11 +179,10 @@ def complete_with_engine(
 
     Blocks for storage are stored when this returns. Processes of a group other than 0 follow it.
     """
-    model_dir = Path(arguments.model_dir)
     model = load_model_of_options(arguments, group)
     namespace = None
     if arguments.storage is not None:
-        digest = weights_digest(model_dir)
+        digest = weights_digest(arguments.model_dir)
         namespace = make_storage_namespace(model, digest, arguments.block_size)
     with publishing(arguments) as on_events, storage_of_options(arguments, namespace) as storage:
         engine = Engine(
@@ -225,9 +224,8 @@ def complete_in_process(
     Raises:
         HandoffFailedError: Requests failed, and the others are complete.
     """
-    model_dir = Path(arguments.model_dir)
     model, exchange = load_model_of_options(arguments), InProcessExchange()
-    revision = weights_digest(model_dir)
+    revision = weights_digest(arguments.model_dir)
     namespace = make_storage_namespace(model, revision, arguments.block_size)
     options: dict[str, Any] = {
         "epoch": 1,

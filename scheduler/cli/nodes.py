@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 from threading import Event
 from typing import Any, Final
 
@@ -31,6 +30,7 @@ from ..nodes.open_files import reserve_files
 from ..nodes.transport import Transport
 from ..nodes.transport.registry import open_transport
 from ..terminal.interrupts import exit_on_interrupt
+from ..text import locate_model
 from .errors import BadInputError
 from .options.common import check_memory, check_tiers, host_tier, reserve_tokens
 from .shared.kv_events import publishing
@@ -154,8 +154,9 @@ def _make_engine(
     stack: ExitStack,
 ) -> tuple[PrefillEngine | DecodeEngine, Storage | None]:
     """Make the engine over its storage; the stack closes both."""
+    arguments.model_dir = locate_model(arguments.model, arguments.revision)
     model = load_model_of_options(arguments)
-    revision = weights_digest(Path(arguments.model_dir))
+    revision = weights_digest(arguments.model_dir)
     namespace = make_storage_namespace(model, revision, arguments.block_size)
     storage = stack.enter_context(storage_of_options(arguments, namespace))
     capacity = arguments.block_size * arguments.device_blocks

@@ -115,6 +115,16 @@ def add_depth(parser: Options, default: int | None, note: str) -> None:
     )
 
 
+def add_model(parser: Options) -> None:
+    """Add MODEL and --revision; see `locate_model`."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="directory of a checkpoint, or name on the Hugging Face Hub"
+    )
+    parser.add_argument(
+        "--revision", metavar="NAME", help="branch, tag or commit on the hub (default: main)"
+    )
+
+
 def add_dtype(parser: Options) -> None:
     """Add --dtype; its value is None if it was not given."""
     parser.add_argument(

@@ -17,6 +17,7 @@ from .common import (
     add_json,
     add_kv_events,
     add_layer_groups,
+    add_model,
     add_preempt,
     add_processes,
     add_reserve_tokens,
@@ -58,7 +59,7 @@ def add_parser(commands: Commands) -> None:
         "after N tokens, or with the checkpoint's eos_token_id, which stays in the output, as in "
         "vLLM. Without --temperature, each token is the most likely one.",
     )
-    parser.add_argument("model_dir", metavar="MODEL_DIR", help="directory of the checkpoint")
+    add_model(parser)
     parser.add_argument(
         "--prompts",
         required=True,

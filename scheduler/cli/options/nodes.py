@@ -14,6 +14,7 @@ from .common import (
     add_host_tier,
     add_kv_events,
     add_layer_groups,
+    add_model,
     add_preempt,
     add_reserve_tokens,
     add_storage,
@@ -59,7 +60,7 @@ def add_parser(commands: Commands) -> None:
 
 def _add_options(parser: argparse.ArgumentParser, name: str) -> Options:
     """Add the options that both commands have; return the group of tiers."""
-    parser.add_argument("model_dir", metavar="MODEL_DIR", help="directory of the checkpoint")
+    add_model(parser)
     parser.add_argument(
         "--name",
         default=name,

@@ -14,6 +14,7 @@ from .common import (
     add_dtype,
     add_host_tier,
     add_kv_events,
+    add_model,
     add_preempt,
     add_processes,
     add_reserve_tokens,
@@ -39,12 +40,7 @@ def add_parser(commands: Commands) -> None:
         "/detokenize, /health and /metrics. Clients must send the API key that is in the "
         "environment variable RADIXKV_API_KEY, if it is set.",
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="directory of a checkpoint, or name on the Hugging Face Hub"
-    )
-    parser.add_argument(
-        "--revision", metavar="NAME", help="branch, tag or commit on the hub (default: main)"
-    )
+    add_model(parser)
     parser.add_argument(
         "--served-model-name", metavar="NAME", help="name for clients (default: MODEL)"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -23,6 +22,6 @@ def mesh_of_options(arguments: argparse.Namespace, group: Group | None = None) -
 
 
 def load_model_of_options(arguments: argparse.Namespace, group: Group | None = None) -> Model:
-    """Load the model of the directory that the options name."""
+    """Load the model of ``arguments.model_dir``, with the options' dtype and devices."""
     mesh = mesh_of_options(arguments, group)
-    return load_model(Path(arguments.model_dir), arguments.dtype or "auto", mesh=mesh)
+    return load_model(arguments.model_dir, arguments.dtype or "auto", mesh=mesh)

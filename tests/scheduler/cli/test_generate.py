@@ -183,6 +183,29 @@ def test_a_directory_without_a_model_is_refused(
     assert outcome.stderr == f"radixkv: {tmp_path / 'config.json'}: no such file\n"
 
 
+def test_a_name_on_the_hub(
+    radixkv: Any, model_dir: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    located: list[tuple[str, str | None]] = []
+
+    def locate(model: str, revision: str | None) -> Path:
+        located.append((model, revision))
+        return model_dir
+
+    rest = ["--prompts", prompts, *SMALL, "--json", "-"]
+    by_directory = json.loads(radixkv("generate", model_dir, *rest).stdout)
+    monkeypatch.setattr(generate, "locate_model", locate)
+    by_name = json.loads(radixkv("generate", "owner/name", "--revision", "v1", *rest).stdout)
+    assert by_name["outputs"] == by_directory["outputs"]
+    assert located == [("owner/name", "v1")]
+
+
+def test_a_missing_directory_is_refused(radixkv: Any, prompts: Path) -> None:
+    outcome = radixkv("generate", "./none", "--prompts", prompts, *SMALL)
+    text = "radixkv: ./none: no such directory, and not the name of a hub repository\n"
+    assert (outcome.status, outcome.stderr) == (2, text)
+
+
 def test_a_missing_prompts_file_is_refused(radixkv: Any, model_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "none.json"
     outcome = radixkv("generate", model_dir, "--prompts", path, "--max-new-tokens", 1)

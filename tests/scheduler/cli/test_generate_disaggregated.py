@@ -24,7 +24,8 @@ from radixkv.scheduler.cli.shared.prompts import prompts_failed
 from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.gateway.node_reporter import NodeReporter
 from radixkv.scheduler.handoff.gateway_messages import GATEWAY, NodeStatus
-from radixkv.scheduler.models import load_config
+from radixkv.scheduler.models import Model, load_config
+from radixkv.scheduler.models.weights_digest import weights_digest
 from radixkv.scheduler.nodes.channel import Secret, codec
 from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.nodes.node import NodeEngine
@@ -92,6 +93,43 @@ def test_a_decode_node_gets_its_depth(
     given = [] if depth is None else ["--depth", depth]
     with pytest.raises(Stopped, match=f"^{depth or 2}$"):
         radixkv("decode-node", model_dir, *sizes, *given)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_node_takes_a_name_on_the_hub(
+    radixkv: Any, model_dir: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    located: list[tuple[str, str | None]] = []
+
+    def locate(model: str, revision: str | None) -> Path:
+        located.append((model, revision))
+        return model_dir
+
+    def make(model: Model, *_: object, weights_revision: str, **options: object) -> None:
+        assert model.config == load_config(model_dir)
+        assert weights_revision == weights_digest(model_dir)
+        raise Stopped
+
+    monkeypatch.setattr(nodes, "locate_model", locate)
+    for engine in ("PrefillEngine", "DecodeEngine"):
+        monkeypatch.setattr(nodes, engine, make)
+    name = ["owner/name", "--revision", "v1"]
+    with pytest.raises(Stopped):
+        radixkv(f"{role}-node", *name, "--gateway", "127.0.0.1:9", "--device-blocks", 10)
+    assert located == [("owner/name", "v1")]
+
+
+def test_started_nodes_get_the_directory_of_a_name(
+    radixkv: Any, model_dir: Path, arguments: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: object, name: str, command: str, options: list[object], environment: Any) -> None:
+        assert options[0] == model_dir
+        raise Stopped
+
+    monkeypatch.setattr(generate, "locate_model", lambda model, revision: model_dir)
+    monkeypatch.setattr(NodeProcesses, "start", start)
+    with pytest.raises(Stopped):
+        radixkv("generate", "owner/name", *arguments[2:], *SIZE, "--disaggregate")
 
 
 @pytest.mark.parametrize("depth", [None, 1, 3])

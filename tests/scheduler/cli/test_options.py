@@ -112,7 +112,7 @@ def test_nodes_get_the_options_of_the_command_that_starts_them(command: str, rol
     starting, node = PARSERS[command], PARSERS[f"{role}-node"]
     of_node = {each.dest: each for each in node._actions}
     of_both = of_node.keys() & {each.dest for each in starting._actions}
-    passed_on = of_both - OF_ONE_NODE - OF_SIZES - {"model_dir"}
+    passed_on = of_both - OF_ONE_NODE - OF_SIZES - {"model", "revision"}
     argv = ["a model"]
     for action in starting._actions:
         if action.dest in passed_on:
