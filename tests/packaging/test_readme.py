@@ -36,14 +36,30 @@ def test_the_files_that_the_docs_name_exist() -> None:
 def test_the_reference_describes_every_command() -> None:
     page = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
     described = re.findall(r"^```\{command-options\} (.+)$", page, re.MULTILINE)
-    assert sorted(described) == sorted(_commands(build_parser()))
+    assert sorted(described) == sorted(name for name, _ in _commands(build_parser()))
 
 
-def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the commands that have no commands of their own."""
+def _commands(
+    parser: argparse.ArgumentParser,
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield the commands that have no commands of their own, by name."""
     groups = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     if not groups:
-        yield parser.prog.removeprefix("radixkv ")
+        yield parser.prog.removeprefix("radixkv "), parser
     for group in groups:
         for command in group.choices.values():
             yield from _commands(command)
+
+
+def test_the_docs_name_the_commands_that_keep_compiled_programs() -> None:
+    option = "--no-compilation-cache"
+    keep = {name for name, each in _commands(build_parser()) if option in each.format_help()}
+    assert keep >= {"prefill-node", "decode-node"}
+    for page, line in (
+        ("docs/architecture.md", r"^\*\*The compilation cache\.\*\* (.+) keep"),
+        ("docs/reference/cli.md", r"^- (.+) keep compiled programs"),
+    ):
+        [found] = re.findall(line, (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        named = {name.removeprefix("radixkv ") for name in re.findall(r"`(.+?)`", found)}
+        assert "the nodes" in found
+        assert named == keep - {"prefill-node", "decode-node"}
