@@ -63,3 +63,8 @@ def test_the_docs_name_the_commands_that_keep_compiled_programs() -> None:
         named = {name.removeprefix("radixkv ") for name in re.findall(r"`(.+?)`", found)}
         assert "the nodes" in found
         assert named == keep - {"prefill-node", "decode-node"}
+
+
+def test_every_paragraph_of_the_changelog_has_its_beginning() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert [each for each in text.split("\n\n") if each[0].isspace()] == []
