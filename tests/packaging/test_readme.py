@@ -68,3 +68,21 @@ def test_the_docs_name_the_commands_that_keep_compiled_programs() -> None:
 def test_every_paragraph_of_the_changelog_has_its_beginning() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert [each for each in text.split("\n\n") if each[0].isspace()] == []
+
+
+def test_the_pages_about_nodes_name_every_transport() -> None:
+    nodes = dict(_commands(build_parser()))["decode-node"]
+    [action] = [each for each in nodes._actions if each.dest == "transport"]
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| KV, `(\w+)` \|", text, re.MULTILINE) == list(action.choices or ())
+    for page, line in (
+        ("README.md", r"JAX transfers.* move the KV"),
+        ("docs/architecture.md", r"moves KV between nodes: .*"),
+        ("docs/comparison.md", r"Prefill and decode on separate nodes .*"),
+        ("docs/handoff.md", r"\*\*A transport\*\* .*"),
+        ("docs/index.md", r"Start nodes, and move KV .*"),
+        ("docs/glossary.md", r"A \*transfer engine\* is .*"),
+    ):
+        found = re.findall(line, (ROOT / page).read_text(encoding="utf-8"))
+        lines = [each.lower() for each in found]
+        assert any(all(str(each) in line for each in action.choices or ()) for line in lines), page
