@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,38 @@ def test_the_readme_names_every_extra() -> None:
     extras = set(PROJECT["optional-dependencies"])
     assert extras >= OURS
     assert extras - OURS - named == set()
+
+
+def _requirements(extra: str) -> Iterator[str]:
+    """The distributions that an extra names, with those of the extras in it."""
+    for each in PROJECT["optional-dependencies"][extra]:
+        name, *extras = re.findall(r"[\w-]+", each.partition("]")[0] if "[" in each else each)
+        if name == "radixkv":
+            for other in extras:
+                yield from _requirements(other)
+        else:
+            yield name
+
+
+def test_the_extra_docs_has_what_the_pages_and_the_examples_import() -> None:
+    """Those of the nodes that an example starts, too."""
+    pages = "".join(each.read_text("utf-8") for each in (ROOT / "docs/reference").rglob("*.md"))
+    documented = re.findall(r"automodule:: radixkv\.(\S+)", pages)
+    examples = [*(ROOT / "docs/examples").glob("*.py")]
+    files = [ROOT / f"{name.replace('.', '/')}.py" for name in documented] + examples
+    assert len(examples) > 5 < len(documented)
+    imported: set[str] = set()
+    for tree in (ast.parse(each.read_text("utf-8")) for each in files):
+        for node in tree.body:
+            if isinstance(node, ast.Import):
+                imported |= {each.name.partition(".")[0] for each in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(str(node.module).partition(".")[0])
+    ours = {"radixkv", *(each.name for each in (ROOT / "docs/examples").iterdir())}
+    needed = (imported | set(_requirements("nodes"))) - sys.stdlib_module_names - ours
+    assert needed >= {"cryptography", "hypothesis", "jax", "pytest"}
+    always = {re.findall(r"[\w-]+", each)[0] for each in PROJECT["dependencies"]}
+    assert needed - always - set(_requirements("docs")) == set()
 
 
 WORKFLOW: Any = importlib.import_module("yaml").safe_load(
