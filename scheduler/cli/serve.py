@@ -91,7 +91,7 @@ def _lead(arguments: argparse.Namespace, group: Group | None) -> None:
             _say(f"warning: {arguments.host} is reached from the network, and {API_KEY} is not set")
         with _backend(arguments, on_events, group) as backend:
             _say(
-                f"at most {max_connections:,} connections, and {arguments.max_requests:,} prompts "
+                f"at most {max_connections:,} connections, and {arguments.max_requests:,} choices "
                 "at a time"
             )
             limits = ServerLimits(

@@ -142,7 +142,7 @@ class GenerationEndpoint:
             body.check()
             self._model.check_name(body.model)
             num_prompts = len(body.prompts()) if isinstance(body, CompletionBody) else 1
-            with self._count.admit(num_prompts * (body.n or 1)):
+            with self._count.admit(num_prompts, body.n or 1):
                 await _until_disconnect(receive, self._respond(body, send))
         except ClientDisconnect:
             pass

@@ -20,7 +20,7 @@ class ServerLimits:
     Attributes:
         max_body_bytes: size of the body of a request.
         max_bodies_bytes: size of all bodies together that have not come whole.
-        max_requests: number of prompts that are served or wait at a time.
+        max_requests: number of choices, ``n`` for each prompt, that are served or wait at a time.
         max_connections: number of connections; see `serve`.
         head_s: how long a client may take for the head of a request.
         stall_s: how long the server waits for a body, and for a client to read what it has sent.
@@ -37,39 +37,40 @@ class ServerLimits:
 
 
 class RequestCount:
-    """Counts the prompts that are served or wait, up to a limit; for one event loop."""
+    """Counts the choices that are served or wait, up to a limit; for one event loop."""
 
     def __init__(self, limit: int) -> None:
         self.active = 0
         self._limit = limit
 
     @contextmanager
-    def admit(self, num_prompts: int) -> Iterator[None]:
-        """Count prompts during the block.
+    def admit(self, num_prompts: int, n: int = 1) -> Iterator[None]:
+        """Count ``n`` choices of each prompt during the block.
 
         Raises:
             ApiError: if there are too many.
         """
-        if num_prompts > self._limit:
+        num_choices = num_prompts * n
+        if num_choices > self._limit:
             raise ApiError(
                 400,
-                f"the request has {num_prompts} prompts; the server takes at most {self._limit} "
-                "at a time",
-                param="prompt",
+                f"the request asks for {num_choices} choices; the server takes at most "
+                f"{self._limit} at a time",
+                param="prompt" if num_prompts > self._limit else "n",
             )
-        if self.active + num_prompts > self._limit:
+        if self.active + num_choices > self._limit:
             raise ApiError(
                 429,
-                f"the server has {self.active} of at most {self._limit} prompts at a time, and "
-                f"the request adds {num_prompts}: try again later",
+                f"the server has {self.active} of at most {self._limit} choices at a time, and "
+                f"the request adds {num_choices}: try again later",
                 code="too_many_requests",
                 headers={"retry-after": "1"},
             )
-        self.active += num_prompts
+        self.active += num_choices
         try:
             yield
         finally:
-            self.active -= num_prompts
+            self.active -= num_choices
 
 
 class BodyReader:

@@ -992,15 +992,17 @@ def test_the_limit_of_requests_at_a_time(llm):
             refused = await server.post(COMPLETIONS, prompt="d")
             assert (refused.status, refused.headers["retry-after"]) == (429, "1")
             assert refused.json()["error"] == {
-                "message": "the server has 3 of at most 3 prompts at a time, and the request adds "
+                "message": "the server has 3 of at most 3 choices at a time, and the request adds "
                 "1: try again later",
                 "type": "rate_limit_error",
                 "param": None,
                 "code": "too_many_requests",
             }
+            message = "the request asks for 4 choices; the server takes at most 3 at a time"
             too_many = await server.post(COMPLETIONS, prompt=["a"] * 4)
-            message = "the request has 4 prompts; the server takes at most 3 at a time"
             assert (too_many.status, too_many.json()) == (400, error(message, "prompt"))
+            too_many = await server.post(COMPLETIONS, prompt=["a"] * 2, n=2)
+            assert (too_many.status, too_many.json()) == (400, error(message, "n"))
             gates[0].open()
             await asyncio.gather(*running)
             assert all(answer.events() for answer in answers)

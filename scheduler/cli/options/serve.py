@@ -143,8 +143,8 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     add_count(
         group,
         "--max-requests",
-        "most prompts that are served or wait at a time; more get status 429 (default: "
-        "%(default)s)",
+        "most choices, n for each prompt, that are served or wait at a time; more get status 429 "
+        "(default: %(default)s)",
         default=256,
     )
     add_count(

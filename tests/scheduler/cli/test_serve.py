@@ -69,7 +69,7 @@ def test_it_serves_until_a_signal(
             )
             assert found is not None, lines
             assert "32 blocks of 4 tokens" in lines[-3]
-            assert lines[-2].startswith("radixkv: at most 1,024 connections, and 256 prompts ")
+            assert lines[-2].startswith("radixkv: at most 1,024 connections, and 256 choices ")
             [line] = [line for line in lines if "KV events" in line]
             endpoint, replay = re.findall(r"tcp://127\.0\.0\.1:\d+", line)
             prompt = list(range(9))

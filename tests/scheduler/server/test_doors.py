@@ -72,7 +72,7 @@ def test_what_is_no_request_needs_no_key() -> None:
     assert passed == ["lifespan", "websocket"]
 
 
-def test_prompts_are_counted_up_to_the_limit_and_given_back_after_errors() -> None:
+def test_choices_are_counted_up_to_the_limit_and_given_back_after_errors() -> None:
     count = RequestCount(3)
     for error in (KeyboardInterrupt, MemoryError, ApiError(400, "no")):
         with pytest.raises(BaseException), count.admit(3):  # noqa: B017
@@ -81,11 +81,17 @@ def test_prompts_are_counted_up_to_the_limit_and_given_back_after_errors() -> No
     with count.admit(2):
         with count.admit(1):
             assert count.active == 3
-        with pytest.raises(ApiError, match="has 2 of at most 3 prompts") as busy, count.admit(2):
+        with (
+            pytest.raises(ApiError, match="has 2 of at most 3 choices") as busy,
+            count.admit(1, n=2),
+        ):
             pass
-        with pytest.raises(ApiError, match="has 4 prompts") as large, count.admit(4):
-            pass
-    assert (busy.value.status, large.value.status, count.active) == (429, 400, 0)
+        for num_prompts, n, param in ((4, 1, "prompt"), (1, 4, "n"), (2, 2, "n"), (4, 2, "prompt")):
+            text = f"^the request asks for {num_prompts * n} choices; the server takes at most 3 at"
+            with pytest.raises(ApiError, match=text) as large, count.admit(num_prompts, n=n):
+                pass
+            assert (large.value.status, large.value.param) == (400, param)
+    assert (busy.value.status, count.active) == (429, 0)
 
 
 def test_an_error_of_a_template_names_no_path_of_the_server() -> None:
