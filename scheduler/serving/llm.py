@@ -64,6 +64,7 @@ class LLM:
         storage: Storage | str | None = None,
         mesh: Mesh | None = None,
         group: Group | None = None,
+        warm_up_sampling: bool = True,
         **options: Any,
     ) -> None:
         """Load a model, allocate its blocks, and compile its programs.
@@ -92,6 +93,7 @@ class LLM:
             group: the processes whose devices share the model, if they are several; see `Engine`.
                 Those other than process 0 call ``engine.follow``. Defaults that depend on memory
                 are those of the machine that has the least.
+            warm_up_sampling: whether to compile what only some requests need as well; see `Engine`.
             **options: other options of `Engine`, such as ``preempt`` and ``reserve_tokens``.
 
         Raises:
@@ -152,6 +154,7 @@ class LLM:
             storage=storage,
             storage_namespace=namespace,
             group=group,
+            warm_up_sampling=warm_up_sampling,
             **options,
         )
         self._poll_s = None if group is None else _POLL_S

@@ -26,7 +26,7 @@ from radixkv.scheduler import (
 from radixkv.scheduler.engine import Engine, programs
 from radixkv.scheduler.models import CheckpointFileError, make_tiny_checkpoint
 from radixkv.scheduler.serving.outputs import Completion
-from radixkv.scheduler.text import ChatTemplateError, ModelNotFoundError
+from radixkv.scheduler.text import ChatTemplateError, Guided, ModelNotFoundError
 
 from ..tokenizers import add_tokenizer, byte_level
 from .conftest import assert_nothing_leaked, complete, fresh
@@ -210,6 +210,23 @@ def test_an_engine_that_cannot_be_served_stays_the_models(llm, method):
     with patch.object(llm.engine, "close") as close:
         llm.close()
     assert close.call_count == (method == "generate"), "nobody closes the engine"
+
+
+def test_no_output_that_a_request_may_ask_for_waits_for_a_compilation(model_directory):
+    llm = radixkv.LLM(model_directory, **SIZES)
+    params = [
+        GenerationParams(max_tokens=4, sampling=sampling, logprobs=logprobs, guided=guided)
+        for sampling, logprobs, guided in (
+            (SamplingParams(1.0, min_p=0.1, top_k=4), None, None),
+            (SamplingParams(presence_penalty=1.0, min_tokens=2), None, None),
+            (SamplingParams(1.0, repetition_penalty=1.5), 2, None),
+            (SamplingParams(), 20, Guided(choice=["yes", "no"])),
+        )
+    ]
+    for each in params:
+        llm.generate(PROMPTS[:1], each)
+    llm.generate(PROMPTS[:1] * len(params), params)
+    assert llm.engine.stats().compilations_after_warm_up == 0
 
 
 def test_sizes_are_said_in_a_line(llm, model_directory, caplog):
