@@ -148,7 +148,7 @@ def add_nodes(group: Options, *, in_process: bool) -> None:
         "--transport",
         choices=(*(["inprocess"] if in_process else []), "jax", "nixl", "storage"),
         help="how KV is sent from prefill to decode nodes; with storage, through the server of "
-        "--storage"
+        "--storage, which needs --host-blocks"
         + ("; with inprocess, all nodes run in this process" if in_process else "")
         + " (default: jax)",
     )

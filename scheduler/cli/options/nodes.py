@@ -121,7 +121,7 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> Options:
         choices=("jax", "nixl", "storage"),
         default="jax",
         help="how KV is sent from prefill to decode nodes; the same on all nodes. storage: through "
-        "the server of --storage (default: %(default)s)",
+        "the server of --storage, which needs --host-blocks (default: %(default)s)",
     )
     network.add_argument(
         "--silence-s",

@@ -136,3 +136,9 @@ def test_the_help_of_serve_says_what_nodes_have() -> None:
     assert helps["max_running"].endswith(f", or 16 on a CPU; nodes: {serve_on_nodes._MAX_RUNNING})")
     budget = serve_on_nodes._TOKEN_BUDGET
     assert helps["token_budget"].endswith(f", or 256 on a CPU; nodes: {budget})")
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "prefill-node", "decode-node"])
+def test_the_help_of_transports_says_what_storage_needs(command: str) -> None:
+    [transport] = [each for each in PARSERS[command]._actions if each.dest == "transport"]
+    assert "the server of --storage, which needs --host-blocks" in str(transport.help)
