@@ -18,8 +18,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--target",
         metavar="package.module:factory",
-        help="factory that makes an adapter from (num_blocks, block_size); also "
-        "path/to/file.py:factory (default: radixkv's own)",
+        help="factory that makes an adapter: of a cache from (num_blocks, block_size), of a pool "
+        "from (num_blocks), of every other kind from a dictionary; also path/to/file.py:factory "
+        "(default: radixkv's own)",
     )
     parser.add_argument(
         "--what",

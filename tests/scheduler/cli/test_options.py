@@ -142,3 +142,12 @@ def test_the_help_of_serve_says_what_nodes_have() -> None:
 def test_the_help_of_transports_says_what_storage_needs(command: str) -> None:
     [transport] = [each for each in PARSERS[command]._actions if each.dest == "transport"]
     assert "the server of --storage, which needs --host-blocks" in str(transport.help)
+
+
+def test_the_help_of_fuzz_says_what_each_factory_takes() -> None:
+    actions = {each.dest: each for each in PARSERS["fuzz"]._actions}
+    made_of_sizes = {"cache": "(num_blocks, block_size)", "pool": "(num_blocks)"}
+    assert made_of_sizes.keys() < {*(actions["what"].choices or ())}
+    for kind, sizes in made_of_sizes.items():
+        assert f"of a {kind} from {sizes}, " in str(actions["target"].help)
+    assert "of every other kind from a dictionary; " in str(actions["target"].help)
