@@ -164,12 +164,12 @@ Action: TypeAlias = Send | Begun | Offer | Withdraw | Pull | CancelPull | Starte
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens ``start .. stop - 1`` that a step computes.
+    """Tokens from ``start`` to ``stop - 1`` that a step computes.
 
     Attributes:
         name: of the attempt.
         tokens: the tokens of the request that are known; steps in flight may sample others, up to
-            `stop`.
+            ``stop``.
         table: its blocks; the first num_shared are published, and are not written.
         seed: of the request.
         namespace: of the request; see `Gateway.submit`.
@@ -400,7 +400,7 @@ class Gateway(Protocol):
     ) -> None:
         """Take a client's request.
 
-        It shares KV only with others of its namespace, 0 or 1, and ends with a token of `stop`.
+        It shares KV only with others of its namespace, 0 or 1, and ends with a token of ``stop``.
         """
 
     def cancel(self, name: str) -> None:
@@ -457,5 +457,5 @@ class HandoffSystem(Protocol):
 
 
 HandoffFactory: TypeAlias = Callable[[dict[str, Any]], HandoffSystem]
-"""Makes the system from a configuration, as `radixkv.spec.harness.handoff.configuration` draws
+"""Makes the system from a configuration, as ``radixkv.spec.harness.handoff.configuration`` draws
 it."""

@@ -108,7 +108,7 @@ class TieredScheduler(Scheduler, Protocol):
     """A scheduler over a cache with a host tier, and perhaps storage.
 
     A request that was admitted may have to wait for copies into its blocks. The copies that the
-    cache asks for are taken after `schedule`, and begin before the step computes.
+    cache asks for are taken after ``schedule``, and begin before the step computes.
     """
 
     def take(self) -> Sequence[Copy]:
@@ -127,7 +127,7 @@ class TieredScheduler(Scheduler, Protocol):
         """Whether a running request waits for copies into its blocks."""
 
     def keys(self, tokens: Sequence[int], namespace: bytes) -> Sequence[bytes]:
-        """Return the storage keys of the whole blocks of `tokens`; none without storage."""
+        """Return the storage keys of the whole blocks of ``tokens``; none without storage."""
 
     def num_cached(self, name: str) -> int:
         """Return the number of leading blocks of a waiting request on the device or the host."""
@@ -142,7 +142,7 @@ class TieredScheduler(Scheduler, Protocol):
         """Return the number of host blocks that are in use and cannot be dropped."""
 
     def reset(self, keep: Sequence[bytes], weights: str) -> None:
-        """Drop all KV but that of the namespaces `keep`; `weights` names new ones, or is ""."""
+        """Drop all KV but that of the namespaces ``keep``; ``weights`` names new ones, or is ""."""
 
 
 class TieredDecodeScheduler(TieredScheduler, Protocol):
@@ -168,8 +168,8 @@ class SchedulerPromises:
     scheduler.
 
     Attributes:
-        bounds_running: Q16; `max_running` bounds the requests that hold blocks, not only those of a
-            step.
+        bounds_running: Q16; ``max_running`` bounds the requests that hold blocks, not only those of
+            a step.
         running_first: Q17, Q18; each running request is in each step, unless it waits for copies.
         policy: Q3, Q26; admission and preemption follow the order of the configuration.
         resumed_first: Q4 and Q27.
@@ -188,7 +188,7 @@ class SchedulerPromises:
             hit may leave one token to compute.
         hits_last: Q11; a hit may include the block of the last token.
         copies: Q39; a sample copies the last block of its prompt. The adapter has ``copies``.
-        exact: Q36; `available` counts every block that no running request holds, after each call.
+        exact: Q36; ``available`` counts every block that no running request holds, after each call.
         max_overtaken: Q6; most later requests that are admitted while a request waits, or None.
     """
 
@@ -220,14 +220,14 @@ class SchedulerPromises:
 
 
 SchedulerFactory: TypeAlias = Callable[[dict[str, Any]], Any]
-"""Makes an adapter from a configuration: the sizes and options that `draw_config` of the
+"""Makes an adapter from a configuration: the sizes and options that ``draw_config`` of the
 scheduler's world draws.
 
 The adapter has the methods of `Scheduler`, and those of `TieredScheduler` if the configuration has
 ``"host_blocks"``. If ``"decode"`` is 1, it may have those of `TieredDecodeScheduler` too. It may
-also have `promises`, ``counts() -> dict`` (counters with the names of the fields of `Books`),
+also have ``promises``, ``counts() -> dict`` (counters with the names of the fields of ``Books``),
 ``misuse(kind, name) -> bool`` (make a wrong call, perhaps with a wrong name; return whether it was
 refused), ``check()`` for its own invariants, and, if it shares the blocks of several samples of a
 prompt, ``copies()``: the blocks (name, owner, source, destination) that the last planned step
-copies from request `owner` to request `name` before it computes.
+copies from request ``owner`` to request ``name`` before it computes.
 """

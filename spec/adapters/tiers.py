@@ -20,8 +20,8 @@ Prefix: TypeAlias = tuple[bytes, tuple[int, ...]]
 class Copy:
     """An operation that the manager requests.
 
-    `sources` and `destinations` are block ids of their tiers, `keys` are storage keys; those that
-    a kind does not have are empty.
+    ``sources`` and ``destinations`` are block ids of their tiers, ``keys`` are storage keys; those
+    that a kind does not have are empty.
     """
 
     id: int
@@ -115,7 +115,7 @@ class TierManager(Manager, Protocol):
         """Return the number of blocks that the last admission of a request loads from the host."""
 
     def park(self, name: str, tokens: Sequence[int], where: str) -> bool:
-        """Preempt a request and keep its KV; False if there is no room. `admit` resumes it."""
+        """Preempt a request and keep its KV; False if there is no room. ``admit`` resumes it."""
 
     def parked(self, name: str) -> tuple[int | None, bool, bool]:
         """Return the operation that saves a parked request (or None), whether it is saved, and
@@ -123,7 +123,7 @@ class TierManager(Manager, Protocol):
         """
 
     def fork(self, name: str, of: str, tokens: Sequence[int]) -> None:
-        """Let the next admission of `name` continue from the state of request `of`."""
+        """Let the next admission of ``name`` continue from the state of request ``of``."""
 
     def unpark(self, name: str) -> None:
         """Drop the saved KV of a parked request."""
@@ -143,10 +143,10 @@ class TierManager(Manager, Protocol):
         """Cancel a prefetch."""
 
     def keys(self, tokens: Sequence[int], namespace: bytes) -> Sequence[bytes]:
-        """Return the storage keys of the whole blocks of `tokens`."""
+        """Return the storage keys of the whole blocks of ``tokens``."""
 
     def reset_but(self, keep: Sequence[bytes]) -> None:
-        """Drop everything except the published blocks of the namespaces `keep`."""
+        """Drop everything except the published blocks of the namespaces ``keep``."""
 
     def tier_snapshot(self) -> TierSnapshot:
         """Return the state of the tiers below the device."""

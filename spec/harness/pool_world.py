@@ -15,10 +15,10 @@ from .operations import ALWAYS, Operation, Table
 
 
 class Pool(Protocol):
-    """Protocol of a pool of block ids ``1 .. num_blocks``."""
+    """Protocol of a pool of block ids, 1 to ``num_blocks``."""
 
     def allocate(self, num_blocks: int) -> Sequence[int] | None:
-        """Allocate `num_blocks` free ids; None, without any change, if there are fewer."""
+        """Allocate ``num_blocks`` free ids; None, without any change, if there are fewer."""
 
     def recycle(self, ids: Sequence[int]) -> Sequence[int]:
         """Free ids; return those that are refused, the others are free again."""

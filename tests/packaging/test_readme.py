@@ -86,3 +86,15 @@ def test_the_pages_about_nodes_name_every_transport() -> None:
         found = re.findall(line, (ROOT / page).read_text(encoding="utf-8"))
         lines = [each.lower() for each in found]
         assert any(all(str(each) in line for each in action.choices or ()) for line in lines), page
+
+
+def test_the_reference_has_every_protocol_of_the_specification() -> None:
+    page = (ROOT / "docs/reference/spec.md").read_text(encoding="utf-8")
+    named = {name.rpartition(".")[2] for name in re.findall(r"^[\w.]+$", page, re.MULTILINE)}
+    files = [*(ROOT / "spec/adapters").glob("*.py"), *(ROOT / "spec/harness").glob("*_world.py")]
+    text = "".join(each.read_text(encoding="utf-8") for each in files)
+    protocols = re.findall(r"^class (\w+)\([\w, ]*\bProtocol\):", text, re.MULTILINE)
+    factories = re.findall(r"^(\w*Factory): TypeAlias = ", text, re.MULTILINE)
+    promises = re.findall(r"^class (\w*Promises)\b", text, re.MULTILINE)
+    assert {"Scheduler", "TierManager", "HandoffSystem", "Pool"} < {*protocols}
+    assert {*protocols, *factories, *promises} - named == set()

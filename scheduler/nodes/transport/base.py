@@ -111,7 +111,7 @@ class PullFailed:
 
 
 Event: TypeAlias = Offered | OfferFailed | Withdrawn | Received | PullFailed
-"""A result of `Transport.poll`: `Offered`, `OfferFailed`, `Withdrawn`, `Received`, `PullFailed`."""
+"""What `Transport.poll` has: `Offered`, `OfferFailed`, `Withdrawn`, ``Received``, `PullFailed`."""
 
 
 @dataclass(frozen=True, slots=True)
