@@ -181,6 +181,8 @@ class Engine:
         if not self.scheduler.has_work:
             self._runner.dispatch()
             return self._end_step()
+        if len(self._in_flight) == self.scheduler.depth:  # a ctrl-C has ended the last wait
+            self._read()
         plan = self.scheduler.schedule()
         self._runner.start(plan)
         while not self._runner.sample():

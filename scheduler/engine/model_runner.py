@@ -264,8 +264,9 @@ class ModelRunner:
 
     def read(self) -> list[int]:
         """Wait for the first step in flight; return the token sampled after each chunk."""
-        results = self._results.popleft()
-        tokens: list[int] = np.asarray(results.tokens).tolist()
+        results = self._results[0]
+        tokens: list[int] = np.asarray(results.tokens).tolist()  # a ctrl-C ends most waits here
+        self._results.popleft()
         self._read_logprobs = results.logprobs
         return tokens[: results.num_chunks]
 

@@ -21,6 +21,7 @@ from ..errors import EngineClosedError, RequestError
 from ..models import load_model, tensor_parallel_mesh
 from ..models.weights_digest import weights_digest
 from ..request import Request
+from ..terminal.interrupts import delay_interrupts
 from ..text import TextTokenizer, locate_model
 from .async_engine import DEFAULTS, AsyncEngine
 from .outputs import Completion, GenerationOutput
@@ -173,6 +174,9 @@ class LLM:
         If there are several samples of a prompt (`GenerationParams.n`), its output is the first of
         them, and `GenerationOutput.samples` has all.
 
+        A ctrl-C ends the call after a step, and the next call works. A second one ends it at once,
+        and may leave an engine that does not.
+
         Args:
             prompts: one text, or a list of prompts: each a text, or token ids.
             params: for all prompts, or for each of them.
@@ -266,20 +270,25 @@ class LLM:
     def _run(self, begun: Sequence[tuple[Request, Completion]]) -> list[GenerationOutput]:
         completions = {request.request_id: completion for request, completion in begun}
         outputs: dict[str, GenerationOutput] = {}
-        try:
-            for request, _ in begun:
-                self.engine.add_request(request)
-            while self.engine.has_work:
-                ended = self.engine.step()
-                # The device computes the next step meanwhile.
-                for request in (*ended, *self.engine.scheduler.running):
-                    completion = completions.get(request.request_id)
-                    if completion is not None and (request.finish_reason or completion.has_stop):
-                        self._look(request, completion, outputs)
-        except BaseException:
-            for request, _ in begun:
-                self.engine.abort(request.request_id)
-            raise
+        # The engine could not go on after a step of which a ctrl-C left out a part.
+        with delay_interrupts() as raise_interrupt:
+            try:
+                for request, _ in begun:
+                    self.engine.add_request(request)
+                while self.engine.has_work:
+                    ended = self.engine.step()
+                    # The device computes the next step meanwhile.
+                    for request in (*ended, *self.engine.scheduler.running):
+                        completion = completions.get(request.request_id)
+                        if completion is not None and (
+                            request.finish_reason or completion.has_stop
+                        ):
+                            self._look(request, completion, outputs)
+                    raise_interrupt()
+            except BaseException:
+                for request, _ in begun:
+                    self.engine.abort(request.request_id)
+                raise
         return [outputs[request.request_id] for request, _ in begun]
 
     def _look(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -50,6 +51,28 @@ def remember_interrupts() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(interrupts)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def delay_interrupts() -> Iterator[Callable[[], None]]:
+    """Yield a function that raises `KeyboardInterrupt` if there was a ctrl-C since the begin.
+
+    The end of the block raises it, too; what is done in between is done as a whole. The second
+    ctrl-C raises it at once. In other threads, or if the program has a handler of its own, the
+    block changes nothing.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: None
+        return
+    with remember_interrupts() as has_interrupt:
+
+        def raise_interrupt() -> None:
+            if has_interrupt():
+                raise KeyboardInterrupt
+
+        yield raise_interrupt
+    raise_interrupt()
 
 
 @contextmanager

@@ -160,7 +160,7 @@ KEPT: Final[dict[str, tuple[Bug, ...]]] = {
         kept("events of the engine are kept", ENGINE,
              "        batch = self.manager.take_events()", "batch"),
         kept("the tokens of each step are kept", RUNNER,
-             "        results = self._results.popleft()", "results"),
+             "        results = self._results[0]", "results"),
         kept("the requests of slots are kept", "scheduler.engine.batch_state",
              "            row = rows.item(index)", "request"),
         kept("names of aborted requests are kept", ENGINE,

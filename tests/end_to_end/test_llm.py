@@ -6,12 +6,18 @@ import asyncio
 import itertools
 import logging
 import re
+import signal
+import sys
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import radixkv
 from radixkv.kvcache import RequestTooLargeError, TokenError
@@ -28,6 +34,7 @@ from radixkv.scheduler.models import CheckpointFileError, make_tiny_checkpoint
 from radixkv.scheduler.serving.outputs import Completion
 from radixkv.scheduler.text import ChatTemplateError, Guided, ModelNotFoundError
 
+from ..profiles import scaled
 from ..tokenizers import add_tokenizer, byte_level
 from .conftest import assert_nothing_leaked, complete, fresh
 
@@ -177,6 +184,70 @@ def test_an_interruption_ends_the_requests(llm, monkeypatch, owner, name, number
     outputs = llm.generate(PROMPTS, PARAMS)
     assert "abort" not in [output.finish_reason for output in outputs]
     assert_nothing_leaked(llm.engine)
+
+
+def assert_goes_on(llm: radixkv.LLM) -> None:
+    """A call was interrupted; the next ones complete all they get, and leave no block in use."""
+    for _ in range(2):
+        outputs = llm.generate(PROMPTS, PARAMS)
+        assert "abort" not in [output.finish_reason for output in outputs]
+        assert_nothing_leaked(llm.engine)
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_wait_that_is_interrupted_loses_no_step(llm, monkeypatch, number, depth):
+    """With any number of steps in flight: the error comes when the tokens are there."""
+    options: dict[str, Any] = {"token_budget": 32, "max_running": 4, "depth": depth}
+    monkeypatch.setattr(llm, "engine", fresh(llm.engine, **options))
+    runner, waits = llm.engine._runner, itertools.count(1)
+
+    class Tokens:
+        def __init__(self, tokens: Any) -> None:
+            self._tokens = tokens
+
+        def __array__(self, *given: Any, **named: Any) -> Any:
+            tokens = self._tokens.__array__(*given, **named)
+            if next(waits) == number:
+                raise KeyboardInterrupt
+            return tokens
+
+    class Results(deque[Any]):
+        def append(self, results: Any) -> None:
+            super().append(results._replace(tokens=Tokens(results.tokens)))
+
+    runner._results = Results()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, PARAMS)
+    assert_goes_on(llm)
+
+
+@scaled(30)
+@given(number=st.integers(1, 12_000))
+def test_a_ctrl_c_at_any_line_ends_the_requests(compiled, number):
+    """A signal before the line with a number of all that the library executes in a call."""
+    folder, lines = str(Path(str(radixkv.__file__)).parent), itertools.count(1)
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        if event == "line" and next(lines) == number:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    engine = fresh(compiled.engine, token_budget=32, max_running=4)
+    with patch.object(compiled, "engine", engine):
+        try:
+            sys.settrace(trace)
+            compiled.generate(PROMPTS, PARAMS)
+            assert next(lines) <= number, "the ctrl-C is lost"
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+            signal.signal(signal.SIGINT, before)
+        assert_goes_on(compiled)
 
 
 def test_serving(llm):
