@@ -69,7 +69,9 @@ class ChatTemplate:
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         if not (is_list and messages and all(isinstance(each, Mapping) for each in messages)):
             raise RequestError(f"messages must be dictionaries with role and content: {messages!r}")
-        names = {"add_generation_prompt": True, **self._special_tokens, **variables}
+        # As in transformers, where a template may ask whether they are none.
+        absent = {"tools": None, "documents": None}
+        names = {"add_generation_prompt": True, **absent, **self._special_tokens, **variables}
         try:
             return template.render(messages=messages, **names)
         except Exception as error:  # whatever the template does with messages of another form

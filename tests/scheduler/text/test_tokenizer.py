@@ -112,6 +112,9 @@ def test_templates_have_what_those_of_transformers_have(tmp_path):
         "{% for m in messages %}{% generation %}{{ m.content }}!{% endgeneration %}{% endfor %}"
     )
     assert rendered(tmp_path, marked) == "é!"
+    for absent in ("tools", "documents"):
+        template = f"{{{{ {absent} is defined }}}}{{% if {absent} is not none %}}!{{% endif %}}"
+        assert rendered(tmp_path, template) == "True"
     several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     assert rendered(tmp_path, several) == "yes"
 
