@@ -154,7 +154,8 @@ def choose_sizes(
 
     Raises:
         CountError: for a size that is no integer of at least 1.
-        ConfigError: for a fraction that is none, or if there is no room for a block.
+        ConfigError: for a fraction that is none, if there is no room for a block, or for a
+            max_model_len that all blocks cannot hold.
     """
     is_cpu = memory.platform == "cpu"
     fraction = (0.3 if is_cpu else 0.9) if memory_fraction is None else memory_fraction
@@ -192,12 +193,18 @@ def choose_sizes(
                 f"{_bytes(bytes_per_block)}: 2 need {2 * bytes_per_block:,} bytes, one of them as "
                 "padding"
             )
+    capacity = num_blocks * block_size
+    if max_model_len is not None and max_model_len > capacity:
+        raise ConfigError(
+            f"max_model_len must be at most the {capacity:,} tokens of {num_blocks:,} blocks, got "
+            f"{max_model_len:,}"
+        )
     return EngineSizes(
         block_size=block_size,
         num_blocks=num_blocks,
         token_budget=token_budget,
         max_running=max_running,
-        max_model_len=max_model_len or min(config.max_positions, num_blocks * block_size),
+        max_model_len=max_model_len or min(config.max_positions, capacity),
         used_bytes=memory.used_bytes,
         bytes_per_block=bytes_per_block,
         memory_bytes=memory.num_bytes,

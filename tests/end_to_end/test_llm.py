@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import radixkv
-from radixkv.kvcache import RequestTooLargeError, TokenError
+from radixkv.kvcache import TokenError
 from radixkv.scheduler import (
     AsyncEngine,
     ConfigError,
@@ -29,7 +29,7 @@ from radixkv.scheduler import (
     RequestError,
     SamplingParams,
 )
-from radixkv.scheduler.engine import Engine, programs
+from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.models import CheckpointFileError, make_tiny_checkpoint
 from radixkv.scheduler.serving.outputs import Completion
 from radixkv.scheduler.text import ChatTemplateError, Guided, ModelNotFoundError
@@ -315,18 +315,15 @@ def test_sizes_are_said_in_a_line(llm, model_directory, caplog):
     assert " of weights and 96 blocks of 4 tokens take " in record.getMessage()
 
 
-def test_models_that_cannot_be_loaded(tmp_path, model_directory, monkeypatch):
+def test_models_that_cannot_be_loaded(tmp_path, model_directory):
     with pytest.raises(ModelNotFoundError, match=r"^\./nothing: no such directory, and not the"):
         radixkv.LLM("./nothing")
     with pytest.raises(CheckpointFileError):
         radixkv.LLM(tmp_path)
     with pytest.raises(ConfigError, match=r"^memory_fraction must be above 0"):
         radixkv.LLM(model_directory, memory_fraction=2.0)
-    monkeypatch.setattr(programs, "_compile", lambda lowerings: {})
-    with pytest.raises(RequestTooLargeError):  # before it runs a program
-        radixkv.LLM(model_directory, **SIZES | {"num_blocks": 4}).generate(
-            "the cache", GenerationParams(max_tokens=100)
-        )
+    with pytest.raises(ConfigError, match=r"^max_model_len must be at most the 16 tokens of 4 "):
+        radixkv.LLM(model_directory, **SIZES | {"num_blocks": 4})
 
 
 def test_a_checkpoint_without_a_tokenizer_takes_token_ids(llm, monkeypatch):

@@ -151,8 +151,9 @@ def test_what_cannot_be_made_leaves_no_storage_open(model_directory, tmp_path):
     url = (tmp_path / "blocks").as_uri()
     with pytest.raises(StorageUrlError):
         radixkv.LLM(model_directory, storage="/var/tmp/blocks", **SIZES)
-    with pytest.raises(ConfigError):
-        radixkv.LLM(model_directory, storage=url, **{**SIZES, "max_model_len": 10**9})
+    with pytest.raises(ConfigError, match=r"^max_model_len must be at most the model's 8192 pos"):
+        too_long = SIZES | {"num_blocks": 3_000, "max_model_len": 10_000}
+        radixkv.LLM(model_directory, storage=url, **too_long)
     with pytest.raises(TypeError):
         radixkv.LLM(model_directory, storage=url, colour="red", **SIZES)
     open_storage(url, None).close()

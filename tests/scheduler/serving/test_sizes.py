@@ -79,7 +79,12 @@ def test_weights_and_blocks_fit_the_memory(
     bytes_per_block = PER_TOKEN * block_size
     on_devices = kv_copies * bytes_per_block
     if used_bytes + 2 * on_devices > int(limit * num_bytes):  # a block, and the padding
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match=r" has no room for blocks of "):
+            choose()
+        return
+    room = (int(limit * num_bytes) - used_bytes) // on_devices - 1
+    if max_model_len is not None and max_model_len > room * block_size:
+        with pytest.raises(ConfigError, match=r"^max_model_len must be at most the "):
             choose()
         return
     chosen = choose()
@@ -113,6 +118,17 @@ def test_sizes_that_are_given_are_taken(config):
     weights = "512 MiB of weights and 1,000,000 blocks of 8 tokens take"
     assert str(chosen) == f"{weights} 2.41 GiB of 1 GiB (241%); {rest}"
     assert str(replace(chosen, kv_copies=2)) == f"{weights} 4.31 GiB of 1 GiB (431%); {rest}"
+
+
+def test_the_longest_request_fits_into_all_blocks(config):
+    def choose(max_model_len: int) -> EngineSizes:
+        memory = DeviceMemory("gpu", 2**30, 0)
+        return choose_sizes(config, 4, memory, num_blocks=80, max_model_len=max_model_len)
+
+    assert choose(1280).max_model_len == 1280
+    text = r"^max_model_len must be at most the 1,280 tokens of 80 blocks, got 1,281$"
+    with pytest.raises(ConfigError, match=text):
+        choose(1281)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 9])
