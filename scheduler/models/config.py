@@ -65,7 +65,10 @@ class ModelConfig:
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """Read ``config.json``, and ``generation_config.json`` if present, of a Hugging Face directory.
+    """Read ``config.json`` of a Hugging Face directory, and what else names end tokens.
+
+    These are ``generation_config.json``, and ``tokenizer_config.json`` with ``tokenizer.json``, if
+    present.
 
     Raises:
         CheckpointFileError: if config.json is missing, or a file is not a JSON object.
@@ -75,12 +78,14 @@ def load_config(directory: str | Path) -> ModelConfig:
     """
     path = Path(directory) / "config.json"
     config = parse_config(read_object(path), path)
+    end_tokens = config.eos_token_ids
     generation_path = path.with_name("generation_config.json")
-    if not generation_path.exists():
-        return config
-    # Chat models list more end tokens here than in config.json.
-    end_tokens = _end_tokens(read_object(generation_path), generation_path)
-    return replace(config, eos_token_ids=end_tokens or config.eos_token_ids)
+    if generation_path.exists():
+        # Chat models list more end tokens here than in config.json.
+        end_tokens = _end_tokens(read_object(generation_path), generation_path) or end_tokens
+    # Some have that of their base model there, and only the tokenizer has their own.
+    others = [each for each in _tokenizers_end_tokens(path.parent) if each not in end_tokens]
+    return replace(config, eos_token_ids=(*end_tokens, *others))
 
 
 def parse_config(config: Mapping[str, Any], path: Path) -> ModelConfig:
@@ -169,3 +174,18 @@ def _end_tokens(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     if not all(isinstance(token, int) for token in tokens):
         raise CheckpointError(f"{path}: eos_token_id must be token ids, got {value!r}")
     return tuple(tokens)
+
+
+def _tokenizers_end_tokens(directory: Path) -> list[int]:
+    """Return the id of the tokenizer's end token, if its files have one."""
+    config_path, path = directory / "tokenizer_config.json", directory / "tokenizer.json"
+    if not (config_path.exists() and path.exists()):
+        return []
+    end = read_object(config_path).get("eos_token")
+    name = end.get("content") if isinstance(end, dict) else end
+    added = read_object(path).get("added_tokens") if isinstance(name, str) else None
+    return [
+        each["id"]
+        for each in (added if isinstance(added, list) else ())
+        if isinstance(each, dict) and each.get("content") == name and type(each.get("id")) is int
+    ]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radixkv.kvcache import RadixKVError
 from radixkv.scheduler.models import (
@@ -19,6 +21,8 @@ from radixkv.scheduler.models import (
 )
 from radixkv.scheduler.models.config import parse_config, parse_dtype
 from radixkv.scheduler.models.rope import inverse_frequencies
+
+from ...tokenizers import SPECIAL, add_tokenizer
 
 PATH = Path("config.json")
 # What Qwen3-0.6B says, as published.
@@ -148,6 +152,50 @@ def test_generation_config_gives_the_end_tokens(tmp_path):
     path.write_text(json.dumps({"eos_token_id": [1, 7]}))
     assert load_config(tmp_path).eos_token_ids == (1, 7)
     path.write_text(json.dumps({"do_sample": True}))
+    assert load_config(tmp_path).eos_token_ids == (1,)
+
+
+@given(
+    of_config=st.none() | st.integers(0, 3) | st.lists(st.integers(0, 3), unique=True),
+    of_generation=st.none() | st.integers(0, 3),
+    number=st.integers(0, 3),
+    is_object=st.booleans(),
+)
+def test_the_tokenizers_end_token_is_one_more(
+    tmp_path_factory, of_config, of_generation, number, is_object
+):
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": of_config}))
+    if of_generation is not None:
+        entries = {"eos_token_id": of_generation}
+        (directory / "generation_config.json").write_text(json.dumps(entries))
+    others = load_config(directory).eos_token_ids
+    name = SPECIAL[number]
+    add_tokenizer(directory, eos_token={"content": name} if is_object else name)
+    expected = others if number in others else (*others, number)
+    assert load_config(directory).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer"),
+    [
+        ({}, {"added_tokens": [{"content": "</s>", "id": 5}]}),
+        ({"eos_token": 5}, {"added_tokens": [{"content": 5, "id": 5}]}),
+        ({"eos_token": {"id": 5}}, {"added_tokens": [{"content": None, "id": 5}]}),
+        ({"eos_token": "</s>"}, {}),
+        ({"eos_token": "</s>"}, {"added_tokens": None}),
+        ({"eos_token": "</s>"}, {"added_tokens": ["</s>", {"content": "<s>", "id": 5}]}),
+        ({"eos_token": "</s>"}, {"added_tokens": [{"content": "</s>"}]}),
+        ({"eos_token": "</s>"}, {"added_tokens": [{"content": "</s>", "id": True}]}),
+        (None, {"added_tokens": [{"content": "</s>", "id": 5}]}),
+        ({"eos_token": "</s>"}, None),
+    ],
+)
+def test_a_tokenizer_may_have_no_end_token(tmp_path, config, tokenizer):
+    make_tiny_checkpoint(tmp_path)
+    for name, entries in (("tokenizer_config.json", config), ("tokenizer.json", tokenizer)):
+        if entries is not None:
+            (tmp_path / name).write_text(json.dumps(entries))
     assert load_config(tmp_path).eos_token_ids == (1,)
 
 
