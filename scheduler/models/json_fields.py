@@ -15,12 +15,14 @@ def read_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
     Raises:
-        CheckpointFileError: if it is missing, or holds something else.
+        CheckpointFileError: if it is missing, cannot be read, or holds something else.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointFileError(path, "no such file") from None
+    except OSError as error:
+        raise CheckpointFileError(path, f"cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointFileError(path, f"not JSON: {error}") from error
     if not isinstance(content, dict):

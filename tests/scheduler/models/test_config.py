@@ -333,6 +333,26 @@ def test_missing_and_broken_files_are_refused(tmp_path):
     assert str(caught.value).startswith(f"{path}: not JSON: ")
 
 
+def test_files_that_cannot_be_read_are_refused(tmp_path):
+    make_tiny_checkpoint(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(CheckpointFileError) as caught:
+        load_config(tmp_path / "config.json")
+    path = tmp_path / "config.json" / "config.json"
+    assert str(caught.value) == f"{path}: cannot be read: [Errno 20] Not a directory: '{path}'"
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        path = tmp_path / name
+        path.unlink(missing_ok=True)
+        path.mkdir()
+        with pytest.raises(CheckpointFileError) as caught:
+            load_config(tmp_path)
+        assert str(caught.value) == f"{path}: cannot be read: [Errno 21] Is a directory: '{path}'"
+        path.rmdir()
+        path.write_text('{"eos_token": "</s>"}')
+    assert load_config(tmp_path).eos_token_ids == (1,)
+
+
 COUNTS = [
     "head_dim",
     "hidden_size",
