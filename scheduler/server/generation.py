@@ -219,7 +219,7 @@ class GenerationEndpoint:
                 temperature=1.0 if body.temperature is None else body.temperature,
                 top_k=0 if body.top_k in (None, -1) else body.top_k,
                 top_p=1.0 if body.top_p is None else body.top_p,
-                seed=secrets.randbits(32) if body.seed is None else body.seed,
+                seed=secrets.randbits(32) if body.seed in (None, -1) else body.seed % 2**32,
                 **body.adjustments(),
             ),
             stop=() if body.stop is None else body.stop,

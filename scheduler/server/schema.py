@@ -56,6 +56,8 @@ _ADJUSTMENTS: Final = (
     "min_tokens",
 )
 
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -103,7 +105,8 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         model: name of the model.
         max_tokens: limit of the output in tokens.
-        temperature, top_p, top_k, seed: see `SamplingParams`; no seed draws one.
+        temperature, top_p, top_k: see `SamplingParams`.
+        seed: seed of the draws, of which the last 32 bits count; null or -1 draws one, as in vLLM.
         min_p, repetition_penalty, presence_penalty, frequency_penalty, min_tokens: see
             `SamplingParams`.
         prompt_logprobs: see `GenerationParams`.
@@ -122,7 +125,7 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     stop: StopString | StopStrings | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False

@@ -772,9 +772,9 @@ REFUSED: list[tuple[str, dict[str, Any], int, Any]] = [
     (COMPLETIONS, {"top_p": 0}, 400, error("top_p must be above 0 and at most 1, got 0.0")),
     (
         COMPLETIONS,
-        {"seed": 2**32},
+        {"seed": 2**63},
         400,
-        error("seed must be at least 0 and below 2**32, got 4294967296"),
+        error("Expected `int` <= 9223372036854775807 - at `$.seed`", "seed"),
     ),
     (
         COMPLETIONS,

@@ -79,7 +79,7 @@ FIELDS: dict[str, Any] = {
     "temperature": st.sampled_from([0.0, 0.5, 1.0, 2.0]),
     "top_k": st.integers(-1, 5),
     "top_p": st.sampled_from([0.5, 1.0]),
-    "seed": st.integers(0, 2**32 - 1),
+    "seed": st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 2**32),
     "stop": st.sampled_from(["a", ["a", "b"], []]),
     "stop_token_ids": st.lists(st.integers(0, 9), max_size=2),
     "ignore_eos": st.booleans(),
@@ -104,6 +104,8 @@ def test_every_field_reaches_the_engine_and_the_others_have_openais_defaults(
         name: fields[name] for name in fields.keys() & SamplingParams.__dataclass_fields__.keys()
     }
     chosen["top_k"] = max(chosen["top_k"], 0)  # -1 stands for all, too
+    is_drawn = chosen["seed"] == -1
+    chosen["seed"] = params.sampling.seed if is_drawn else chosen["seed"] % 2**32
     assert params.sampling == SamplingParams(**chosen)
     stop = fields.get("stop", ())
     assert params.stop == ((stop,) if isinstance(stop, str) else tuple(stop))
@@ -114,9 +116,10 @@ def test_every_field_reaches_the_engine_and_the_others_have_openais_defaults(
 
 
 def test_seeds_are_drawn_from_all_there_are_and_the_guide_is_passed_on() -> None:
-    drawn = [endpoint()._params(body(False), 1) for _ in range(64)]
-    seeds = {each.sampling.seed for each in drawn}
-    assert len(seeds) > 60 and max(seeds) >= 2**30
+    for seed in (None, -1):
+        drawn = [endpoint()._params(body(False, seed=seed), 1) for _ in range(64)]
+        seeds = {each.sampling.seed for each in drawn}
+        assert len(seeds) > 60 and max(seeds) >= 2**30
     assert drawn[0].guided is None
     guided = body(True, structured_outputs=StructuredOutputs(regex="a"))
     assert endpoint()._params(guided, 1).guided == Guided(regex="a")
