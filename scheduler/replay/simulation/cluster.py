@@ -242,12 +242,13 @@ class _Cluster:
     def _settle(self) -> None:
         """Carry out the actions of retrier and schedulers, and begin every step that can begin."""
         while True:
-            for action in self.retrier.take_actions():
-                match action:
-                    case Begin(key):
-                        self._begin(key)
-                    case Answer(request_id, tokens=None):
-                        self.accounts.answers.refuse(request_id)
+            while actions := self.retrier.take_actions():  # a refused one is answered by another
+                for action in actions:
+                    match action:
+                        case Begin(key):
+                            self._begin(key)
+                        case Answer(request_id, tokens=None):
+                            self.accounts.answers.refuse(request_id)
             if not self.changed:
                 return
             name = min(self.changed)

@@ -222,6 +222,31 @@ def test_requests_larger_than_a_pool_are_refused_and_counted() -> None:
     assert (result.finished, result.refused) == (0, 1)
 
 
+@scaled(30)
+@given(
+    st.lists(st.tuples(st.booleans(), st.sampled_from([0.0, 0.3, 25.0])), min_size=1, max_size=6),
+    st.sampled_from(["early", "prefill_complete"]),
+)
+def test_a_refusal_is_an_answer_at_once(arrivals: list[tuple[bool, float]], order: Order) -> None:
+    """Requests that are refused take no time, wherever they come: the last answer is the same."""
+    times = [sum(gap for _, gap in arrivals[: place + 1]) for place in range(len(arrivals))]
+    lines = tuple(
+        dataclasses.replace(line, timestamp_ms=at_s * 1e3)
+        for (is_too_large, _), at_s in zip(arrivals, times, strict=True)
+        for line in make_trace([0, 1, 2] if is_too_large else [3]).requests
+    )
+    node = dataclasses.replace(NODE, num_blocks=16)
+    config = ClusterConfig(1, 1, node, order)
+    result = simulate_cluster(Trace(lines), COSTS, config)
+    answered = [0.0, times[-1] - times[0]]
+    served = tuple(line for line in lines if line.input_length == 512)
+    if served:
+        without = simulate_cluster(Trace(served), COSTS, config)
+        answered.append(served[0].timestamp_ms / 1e3 - times[0] + without.simulated_s)
+    assert result.refused == len(lines) - len(served)
+    assert result.simulated_s == pytest.approx(max(answered))
+
+
 def test_the_model_must_leave_room_for_blocks() -> None:
     with pytest.raises(CostError, match="llama3-70b does not fit"):
         simulate_cluster(make_trace([0]), named_costs("llama3-70b", "a100"), ClusterConfig(1, 1))
