@@ -81,7 +81,7 @@ def add_parser(commands: Commands) -> None:
     add_count(
         parser,
         "--token-budget",
-        "maximum number of tokens per step (default: 512, or fewer if the prompts have fewer)",
+        "maximum number of tokens per step (default: 512, or fewer for few prompts)",
         required=False,
     )
     add_depth(parser, None, "default: 2; prefill nodes have 1")

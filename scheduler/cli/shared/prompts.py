@@ -95,12 +95,15 @@ def choose_sizes(
                 f"prompt {index}: {tokens} need {blocks} blocks of {block_size} tokens, but the "
                 f"cache has {num_blocks}"
             )
-    # Each size up to the budget is compiled: no larger one than all prompts together.
-    token_budget = arguments.token_budget or min(_DEFAULT_TOKEN_BUDGET, sum(map(len, prompts)))
+    # Each size up to the budget is compiled: no larger one than all prompts together, or one token
+    # of all samples, need.
+    num_samples = len(prompts) * n
+    largest = max(sum(map(len, prompts)), num_samples)
+    token_budget = arguments.token_budget or min(_DEFAULT_TOKEN_BUDGET, largest)
     return Sizes(
         num_blocks=num_blocks,
         token_budget=token_budget,
-        max_running=min(len(prompts) * n, token_budget, _MAX_RUNNING),
+        max_running=min(num_samples, token_budget, _MAX_RUNNING),
         max_model_len=max(num_tokens),
     )
 

@@ -91,6 +91,13 @@ def test_sizes_are_those_that_the_prompts_need() -> None:
     assert _sizes(*[4] * 9, itemsize=2**26).num_blocks == 8, "4 GiB"
 
 
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=40), st.integers(1, 300))
+def test_all_samples_run_at_once_up_to_the_limits(lengths: list[int], n: int) -> None:
+    sizes = _sizes(*lengths, n=n)
+    assert sizes.max_running == min(len(lengths) * n, 256)
+    assert sizes.token_budget == min(max(sum(lengths), len(lengths) * n), 512)
+
+
 @given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 4))
 def test_a_prompt_needs_the_blocks_of_its_request(length: int, num_new: int, size: int) -> None:
     needed = Request("0", [1] * length, num_new).max_blocks(size)
