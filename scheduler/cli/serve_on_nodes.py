@@ -87,6 +87,8 @@ def connect(arguments: argparse.Namespace, say: Callable[[str], object]) -> Iter
                 wait_for(nodes, arguments, timeout_s, started.check)
             except NodesMissingError as error:
                 raise NodesMissingError(f"{error}{started.describe_missing()}") from None
+            longest = (node.status.max_model_len for node in nodes.nodes.values())
+            max_model_len = min(max_model_len, *longest)
         except BaseException:
             channel.close()
             raise

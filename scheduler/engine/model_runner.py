@@ -69,6 +69,7 @@ class ModelRunner:
     Attributes:
         model: configuration and parameters.
         manager: holds the block tables.
+        max_model_len: limit of prompt and output together, in tokens.
         arrays: KV pools; replace them only on the thread that uses the runner.
     """
 
@@ -115,7 +116,7 @@ class ModelRunner:
                 f"got {max_model_len}"
             )
         self.manager = manager
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self.model = model
         self.arrays = BlockArrays.zeros(
             num_layers=config.num_layers,
@@ -179,11 +180,11 @@ class ModelRunner:
                 f"{bad[0]} is outside the vocabulary of {vocab_size}"
             )
         length = request.num_prompt_tokens + request.max_new_tokens
-        if length > self._max_model_len:
+        if length > self.max_model_len:
             raise RequestError(
                 f"request {request.request_id!r}: {request.num_prompt_tokens} prompt tokens and "
                 f"{request.max_new_tokens} new ones are more than max_model_len "
-                f"{self._max_model_len}"
+                f"{self.max_model_len}"
             )
 
     # A step: `collect`, then the scheduler plans, then `step` or `dispatch`; with guided requests

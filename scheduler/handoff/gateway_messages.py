@@ -238,6 +238,7 @@ class NodeStatus:
         unheard: nodes that it works with, and has not heard for some time.
         num_updates: number of `CacheUpdate` messages that it has sent so far.
         load: what it does; all 0 to other nodes.
+        max_model_len: limit of prompt and output together, in tokens.
     """
 
     role: Role
@@ -249,6 +250,7 @@ class NodeStatus:
     unheard: tuple[NodeId, ...] = ()
     num_updates: int = 0
     load: NodeLoad = IDLE
+    max_model_len: int = 2**31 - 1
 
 
 MAX_UPDATE_BLOCKS: Final = 8192

@@ -81,6 +81,7 @@ class NodeEventLoop:
             block_size=engine.manager.block_size,
             num_blocks=engine.manager.num_blocks,
             model=engine.model_name,
+            max_model_len=engine.max_model_len,
         )
         channel.connect(GATEWAY, gateway)
 

@@ -98,6 +98,8 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
 
     Attributes:
         manager: the cache manager of the node's blocks.
+        max_model_len: limit of prompt and output together, in tokens, which also fit into all
+            blocks.
         model_name: ``ModelConfig.name``, and the dtype of the KV: nodes need the same.
         scheduler: the scheduler, which also runs the hand-off protocol.
     """
@@ -128,6 +130,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         """
         self.manager = manager
         self._on_events = on_events
+        self.max_model_len = min(runner.max_model_len, manager.num_blocks * manager.block_size)
         self.model_name = f"{runner.model.config.name} {runner.model.params.embedding.dtype}"
         self.scheduler = scheduler
         self._runner = runner

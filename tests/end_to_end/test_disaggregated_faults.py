@@ -25,7 +25,7 @@ from radixkv.scheduler.nodes.transport import (
 from radixkv.scheduler.request import Request, RequestStatus
 
 from .cluster import Cluster, over_jax, over_nixl
-from .conftest import complete, fresh
+from .conftest import MAX_MODEL_LEN, complete, fresh
 from .test_engine import PREFIX, PROMPTS, SAMPLED
 
 
@@ -230,7 +230,7 @@ def test_nodes_of_another_dtype_are_refused_by_name(llama):
 def test_d_refuses_what_its_model_cannot_take(llama):
     cluster = Cluster(llama)
     cluster.add([PREFIX], 4)
-    cluster.d._runner._max_model_len = 43
+    cluster.d._runner.max_model_len = 43
     cluster.finish()
     assert cluster.front.failures == {
         "0": (
@@ -240,12 +240,20 @@ def test_d_refuses_what_its_model_cannot_take(llama):
     }
 
 
+@pytest.mark.parametrize("num_blocks", [2, 200])
+def test_what_a_node_takes_fits_into_its_blocks(llama, num_blocks):
+    sizes = {"num_blocks": num_blocks}
+    cluster = Cluster(llama, prefill=sizes, decode=sizes)
+    expected = min(MAX_MODEL_LEN, num_blocks * llama.manager.block_size)
+    assert cluster.p.max_model_len == cluster.d.max_model_len == expected
+
+
 def test_an_open_request_fails_that_is_too_long_for_a_node_in_the_place_of_its_own(llama):
     cluster = Cluster(llama)
     _, short = cluster.add([PREFIX, PREFIX[:8]], 4)
     cluster.step(1)
     node = cluster.new_prefill()
-    node._runner._max_model_len = 43
+    node._runner.max_model_len = 43
     cluster.p._transport.close()
     cluster.front.replace("prefill-0", node)
     cluster.finish()

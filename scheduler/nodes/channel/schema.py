@@ -167,6 +167,7 @@ _LIMITS: Final[dict[str, Any]] = {
     "num_preemptions": _int(),
     "block_size": _int(1),
     "num_blocks": _int(1),
+    "max_model_len": _int(1),
     "model": _text(128),
     "kind": Literal[_KINDS],
     "num_updates": _U64,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -10,6 +11,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,14 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from radixkv.scheduler.cli.main import build_parser
 from radixkv.scheduler.cli.serve import API_KEY
+from radixkv.scheduler.cli.serve_on_nodes import connect
+from radixkv.scheduler.handoff.gateway_messages import GATEWAY, NodeStatus
+from radixkv.scheduler.models import load_config
+from radixkv.scheduler.nodes.channel import ZmqChannel
 
+from ...ports import reserved_port
 from ...tokenizers import add_tokenizer
 
 MAIN = [sys.executable, "-m", "radixkv.scheduler.cli.main"]
@@ -115,6 +124,36 @@ def test_a_node_is_killed_while_it_decodes(
             assert process.wait(timeout=300) == 0
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("options", "of_nodes", "expected"),
+    [
+        ((), (64, 64), 64),
+        ((), (64, 48), 48),
+        ((), (32, 48), 32),
+        ((), (9000, 9000), 8192),  # the positions of the model
+        (("--max-model-len", "40"), (64, 48), 40),
+        (("--max-model-len", "400"), (64, 48), 48),
+    ],
+)
+def test_a_server_tells_what_all_of_its_nodes_take(
+    model_dir: Path, options: tuple[str, ...], of_nodes: tuple[int, int], expected: int
+) -> None:
+    config = load_config(model_dir)
+    assert config.max_positions == 8192
+    with ExitStack() as stack:
+        address = f"127.0.0.1:{stack.enter_context(reserved_port())}"
+        for role, length in zip(("prefill", "decode"), of_nodes, strict=True):
+            node = stack.enter_context(closing(ZmqChannel(role, epoch=1)))
+            node.connect(GATEWAY, address)  # what is sent waits for the gateway
+            status = NodeStatus(role, node.address, "jax", 4, 64, config.name)  # type: ignore[arg-type]
+            node.send(GATEWAY, replace(status, max_model_len=length))
+        command = ["serve", str(model_dir), "--disaggregate", "--gateway", address, *options]
+        with connect(build_parser().parse_args(command), print) as backend:
+            assert backend.max_model_len == expected
+            assert backend.nodes is not None
+            asyncio.run(backend.start().close())
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ class Prefill(PrefillEngine):
     """A prefill engine that sends ASK once, unless it has a failure to report."""
 
     def __init__(self) -> None:
-        self.manager, self.model_name = CacheManager(8, 4), "m"
+        self.manager, self.model_name, self.max_model_len = CacheManager(8, 4), "m", 24
         self.scheduler: Any = SimpleNamespace(num_open=0, set_time=lambda now: None)
         self.begun: Counter[Any] = Counter()
         self.failures: list[str] = []
@@ -142,7 +142,7 @@ class Decode(DecodeEngine):
     """A decode engine that starts each ASK, and ends it at once, or token by token."""
 
     def __init__(self) -> None:
-        self.manager, self.model_name = CacheManager(8, 4), "m"
+        self.manager, self.model_name, self.max_model_len = CacheManager(8, 4), "m", 24
         self.scheduler: Any = SimpleNamespace(num_open=0, set_time=lambda now: None)
         self.failures: list[str] = []
         self.given_up: list[Any] = []

@@ -15,6 +15,13 @@ from radixkv.scheduler.nodes.channel import Packet
 from .fake_channel import SILENCE_S, TIMING, Deployment
 
 
+def test_nodes_tell_what_they_take() -> None:
+    world = Deployment()
+    world.turn(4)
+    told = {name: node.status.max_model_len for name, node in world.nodes.nodes.items()}
+    assert told == {"prefill-0": 24, "decode-0": 24}
+
+
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 def test_what_wakes_nobody_is_looked_for_soon(name: str) -> None:
     """The end of a transfer, or of a copy between tiers, brings no message."""

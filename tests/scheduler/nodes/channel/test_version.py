@@ -13,7 +13,7 @@ from msgspec import defstruct
 from radixkv.scheduler.handoff import PROTOCOL_VERSION, messages
 from radixkv.scheduler.nodes.channel.schema import _CHECKS, PACKETS
 
-SCHEMAS: Final = {1: "2c10dfcde38fb9be", 2: "c45a8a0e3a961b53", 3: "b00e840f586c4148"}
+SCHEMAS: Final = {1: "2c10dfcde38fb9be", 2: "c45a8a0e3a961b53", 3: "beec8c1bb3d8ea5d"}
 """Start of the digest of each version's wire types. Released versions never change."""
 
 LIMITS: Final = ("MAX_PART_BLOCKS", "MAX_MISSING", "MAX_REASON_CHARS")
