@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..terminal.console import table
 from ..terminal.interrupts import remember_interrupts
 from .errors import BadInputError
+from .exit_status import say
 from .shared.kv_events import check_libraries
 from .shared.output import check_destination, emit
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         checker = StreamChecker(subscriber.replay)
         try:
-            print(f"radixkv: checking {arguments.endpoint}", file=sys.stderr, flush=True)
+            say(f"checking {arguments.endpoint}")
             _check(arguments, subscriber, checker, is_interrupted)
         except KeyboardInterrupt:  # the second
             pass

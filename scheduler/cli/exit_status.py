@@ -1,4 +1,4 @@
-"""How a command ends: its exit status, and one line on stderr."""
+"""What a command says on stderr, and how it ends: with an exit status, and one such line."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+
+
+def say(line: str) -> None:
+    """Print a line of radixkv on stderr; a service may have closed it."""
+    if sys.stderr is not None:  # print would take stdout in its place
+        print(f"radixkv: {line}", file=sys.stderr, flush=True)
 
 
 def report(error: BaseException) -> int | None:
@@ -49,5 +55,5 @@ def _explain(error: BaseException) -> tuple[str | None, int]:
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"radixkv: {' '.join(message.split())}", file=sys.stderr)
+    say(" ".join(message.split()))
     return status

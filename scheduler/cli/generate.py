@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from ..serving import GenerationOutput, GenerationParams
 from ..terminal.console import table
 from ..text import Guided, TextTokenizer, locate_model
 from .errors import BadInputError
+from .exit_status import say
 from .options.common import check_memory, host_tier, reserve_tokens
 from .options.generate import GUIDED, SAMPLING, check, option_of_texts
 from .shared.completions import Completions
@@ -165,7 +165,7 @@ def _emit_partial(
     results = _describe(arguments, outputs) | {"failures": failures, "stats": {}}
     emit(arguments.json, results, *(_line(arguments, output) for output in outputs))
     for request_id, reason in failures.items():
-        print(f"radixkv: prompt {request_id}: {reason}", file=sys.stderr)
+        say(f"prompt {request_id}: {reason}")
 
 
 def complete_with_engine(

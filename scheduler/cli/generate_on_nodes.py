@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -20,6 +19,7 @@ from ..nodes.open_files import reserve_files
 from ..nodes.processes import NodeProcesses
 from ..nodes.remote_nodes import RemoteNodes
 from .errors import BadInputError
+from .exit_status import say
 from .shared.completions import Completions
 from .shared.output import ProgressBar
 from .shared.prompts import Sizes, prompts_failed
@@ -173,7 +173,7 @@ def wait_for(
         nodes.step()
         check_processes()
         if nodes.has_refused_secrets and not has_warned:
-            print(f"radixkv: waiting for nodes{nodes.drop_summary}", file=sys.stderr, flush=True)
+            say(f"waiting for nodes{nodes.drop_summary}")
             has_warned = True
         refused = [
             f"{peer} is refused: {node.refusal}"

@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -32,6 +31,7 @@ from ..nodes.transport.registry import open_transport
 from ..terminal.interrupts import exit_on_interrupt
 from ..text import locate_model
 from .errors import BadInputError
+from .exit_status import say
 from .options.common import check_memory, check_tiers, host_tier, reserve_tokens
 from .shared.kv_events import publishing
 from .shared.model_loading import load_model_of_options
@@ -111,7 +111,7 @@ def serve_node(
             f"{arguments.name} has dtype {stats.dtype} and attention backend {attention}",
             f"{arguments.name} serves at {channel.address}",
         ):
-            print(f"radixkv: {line}", file=sys.stderr, flush=True)
+            say(line)
         loop.run(is_stopped)
         engine.close()  # stores what is still on its way to storage
         return describe_node(engine.stats(), storage)

@@ -7,7 +7,6 @@ import asyncio
 import gc
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -20,6 +19,7 @@ from ..engine.calls import Group
 from ..serving import LLM, AsyncEngine
 from ..terminal.interrupts import exit_on_interrupt
 from .errors import BadInputError
+from .exit_status import say
 from .fleet.library import check_ray
 from .options.common import check_memory, host_tier, reserve_tokens
 from .options.serve import check
@@ -88,9 +88,9 @@ def _lead(arguments: argparse.Namespace, group: Group | None) -> None:
         publishing(arguments) as on_events,
     ):
         if api_key is None and not _is_loopback(listener.getsockname()[0]):
-            _say(f"warning: {arguments.host} is reached from the network, and {API_KEY} is not set")
+            say(f"warning: {arguments.host} is reached from the network, and {API_KEY} is not set")
         with _backend(arguments, on_events, group) as backend:
-            _say(
+            say(
                 f"at most {max_connections:,} connections, and {arguments.max_requests:,} choices "
                 "at a time"
             )
@@ -113,11 +113,11 @@ def _backend(
     if arguments.disaggregate:
         from .serve_on_nodes import connect  # here, because it needs an extra
 
-        with connect(arguments, _say) as connected:
+        with connect(arguments, say) as connected:
             yield connected
         return
     llm = _load(arguments, on_events, group)
-    _say(str(llm.sizes))
+    say(str(llm.sizes))
     yield Backend(llm.serve, llm.sizes.max_model_len)
 
 
@@ -192,7 +192,7 @@ async def _serve(
             listener,
             limits=limits,
             drain_timeout_s=arguments.drain_timeout_s,
-            on_ready=lambda: _say(f"{name} is served at {url}"),
+            on_ready=lambda: say(f"{name} is served at {url}"),
             outlives_engine=arguments.coordinator is None,
         )
 
@@ -212,8 +212,3 @@ def _traced(app: ASGIApp, engine: AsyncEngine, name: str, endpoint: str) -> Iter
 
 def _is_loopback(host: str) -> bool:
     return ip_address(host.partition("%")[0]).is_loopback
-
-
-def _say(line: str) -> None:
-    if sys.stderr is not None:  # a service may have closed it
-        print(f"radixkv: {line}", file=sys.stderr, flush=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from importlib.util import find_spec
 
 from ....kvcache import EventBatch
 from ..errors import BadInputError
+from ..exit_status import say
 from ..options.common import check_needs
 
 
@@ -39,6 +39,5 @@ def publishing(arguments: argparse.Namespace) -> Iterator[Callable[[EventBatch],
     replay = arguments.kv_events_replay
     with closing(EventPublisher(arguments.kv_events, replay_endpoint=replay)) as publisher:
         again = f", and again at {publisher.replay_endpoint}" if replay else ""
-        line = f"radixkv: KV events are published at {publisher.endpoint}{again}"
-        print(line, file=sys.stderr, flush=True)
+        say(f"KV events are published at {publisher.endpoint}{again}")
         yield publisher.publish

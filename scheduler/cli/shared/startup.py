@@ -11,6 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from ...terminal.log_lines import listen
+from ..exit_status import say
 
 _DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
 _ENABLED = "JAX_ENABLE_COMPILATION_CACHE"
@@ -42,7 +43,7 @@ def set_compilation_cache(environment: MutableMapping[str, str], *, enabled: boo
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        print(f"radixkv: warning: no compilation cache: {error}", file=sys.stderr)
+        say(f"warning: no compilation cache: {error}")
         return
     environment[_DIRECTORY] = str(directory)
 

@@ -14,7 +14,7 @@ import pytest
 from radixkv.kvcache.errors import RadixKVError
 from radixkv.scheduler.cli import main
 from radixkv.scheduler.cli.errors import BadInputError
-from radixkv.scheduler.cli.exit_status import report
+from radixkv.scheduler.cli.exit_status import report, say
 from radixkv.scheduler.errors import GroupError, HandoffFailedError, NodesFailedError
 
 
@@ -50,6 +50,30 @@ def test_a_defect_has_no_status_and_all_else_one_line(
 ) -> None:
     assert report(error) == status
     assert capsys.readouterr() == ("", f"radixkv: {said}\n" if said else "")
+
+
+@pytest.mark.parametrize("has_stderr", [True, False])
+def test_stdout_does_not_take_the_place_of_stderr(
+    has_stderr: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service may have closed stderr, and somebody may parse what is on stdout."""
+    if not has_stderr:
+        monkeypatch.setattr(sys, "stderr", None)
+    say("a line")
+    assert report(BadInputError("a reason")) == 2
+    lines = "radixkv: a line\nradixkv: a reason\n" if has_stderr else ""
+    assert capsys.readouterr() == ("", lines)
+
+
+def test_commands_print_on_stderr_only_if_it_is_there() -> None:
+    """All print by `say`, or look for stderr themselves."""
+    folder = Path(main.__file__).parent
+    printing = [
+        file.relative_to(folder).as_posix()
+        for file in sorted(folder.rglob("*.py"))
+        if "file=sys.stderr" in file.read_text()
+    ]
+    assert printing == ["exit_status.py", "shared/startup.py"]
 
 
 def test_an_error_while_an_interrupt_is_handled_is_an_interrupt(
