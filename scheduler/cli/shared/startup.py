@@ -38,11 +38,11 @@ def set_compilation_cache(environment: MutableMapping[str, str], *, enabled: boo
     environment.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     if _DIRECTORY in environment:
         return
-    home = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    directory = Path(home) / "radixkv" / f"programs-{_processor()}"
     try:
+        home = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        directory = Path(home) / "radixkv" / f"programs-{_processor()}"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the user may have no home
         say(f"warning: no compilation cache: {error}")
         return
     environment[_DIRECTORY] = str(directory)

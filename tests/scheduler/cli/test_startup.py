@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import platform
+import pwd
 import stat
 import sys
 import warnings
@@ -124,6 +125,21 @@ def test_a_directory_that_cannot_be_made_costs_a_line(
     said = capsys.readouterr().err
     assert said.startswith("radixkv: warning: no compilation cache: [Errno ")
     assert said.count("\n") == 1
+
+
+def test_a_user_without_a_home_costs_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_user(uid: int) -> None:
+        raise KeyError(f"uid not found: {uid}")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", find_user)
+    environment: dict[str, str] = {}
+    set_compilation_cache(environment, enabled=True)
+    assert DIRECTORY not in environment
+    said = "radixkv: warning: no compilation cache: Could not determine home directory.\n"
+    assert capsys.readouterr() == ("", said)
 
 
 class _Terminal(io.StringIO):
