@@ -51,7 +51,8 @@ def generate(model_dir: Path, tmp_path: Path, *options: object) -> dict[str, Any
     prompts.write_text(json.dumps(PROMPTS))
     command = [sys.executable, "-m", "radixkv.scheduler.cli.main", "generate", model_dir]
     command += ["--prompts", prompts, "--max-new-tokens", NEW_TOKENS]
-    command += ["--block-size", SIZES["block_size"], "--token-budget", SIZES["token_budget"]]
+    if "--gateway" not in options:  # whose nodes have sizes of their own
+        command += ["--block-size", SIZES["block_size"], "--token-budget", SIZES["token_budget"]]
     command += ["--json", results, "--ignore-eos", *options]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     said = [line for line in done.stderr.splitlines() if "radixkv: compiling " not in line]

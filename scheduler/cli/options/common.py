@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 LARGEST_INT32 = 2**31 - 1
 """Upper limit of sizes, because block ids and token ids are int32."""
 
+BLOCK_SIZE: Final = 16
+PREEMPT: Final = "recompute"
+RESERVE_TOKENS: Final = 512
+"""Defaults of options with these names."""
+
 NO_EVICT: Final = "no_evict"
 """Value of --reserve-tokens that reserves all tokens of a request, so none is preempted."""
 
@@ -272,27 +277,27 @@ def add_storage(parser: Options) -> None:
     )
 
 
-def add_preempt(parser: Options) -> None:
+def add_preempt(parser: Options, default: str | None = PREEMPT) -> None:
     """Add --preempt."""
     parser.add_argument(
         "--preempt",
         choices=("recompute", "host", "storage"),
-        default="recompute",
+        default=default,
         help="what to do with the KV of a preempted request: recompute it later, or park it on "
-        "the host or in storage (default: %(default)s)",
+        f"the host or in storage (default: {PREEMPT})",
     )
 
 
-def add_reserve_tokens(parser: Options) -> None:
+def add_reserve_tokens(parser: Options, default: int | None = RESERVE_TOKENS) -> None:
     """Add --reserve-tokens."""
     parser.add_argument(
         "--reserve-tokens",
         type=integer(0, words=(NO_EVICT,)),
         metavar="N",
-        default=512,
+        default=default,
         help="admit a request only if blocks remain for N more tokens of every running request. A "
         f"smaller N causes more preemptions; {NO_EVICT} reserves all tokens, so none is preempted "
-        "(default: %(default)s)",
+        f"(default: {RESERVE_TOKENS})",
     )
 
 
@@ -365,7 +370,7 @@ def check_tiers(arguments: argparse.Namespace, storage: str = "--storage") -> No
         BadInputError: With both names.
     """
     check_needs(arguments, "--host-blocks", storage, "--host-write")
-    preempt = _value(arguments, "--preempt") or "recompute"
+    preempt = _value(arguments, "--preempt") or PREEMPT
     for tier in ("--host-blocks", storage):
         is_needed = preempt == "storage" or (preempt == "host" and tier == "--host-blocks")
         if is_needed and _value(arguments, tier) is None:

@@ -7,6 +7,9 @@ from typing import Final
 
 from ..errors import BadInputError
 from .common import (
+    BLOCK_SIZE,
+    PREEMPT,
+    RESERVE_TOKENS,
     Commands,
     Options,
     add_compilation_cache,
@@ -36,6 +39,13 @@ MAX_LOGPROBS: Final = 20
 
 GUIDED: Final = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 """Options of guided outputs, each with its field of `Guided`."""
+
+_DEFAULTS: Final = {
+    "block_size": BLOCK_SIZE,
+    "preempt": PREEMPT,
+    "reserve_tokens": RESERVE_TOKENS,
+}
+"""Set late, because with --gateway nobody may give these options."""
 
 SAMPLING: Final[tuple[tuple[str, type, str], ...]] = (
     ("temperature", float, "divisor of the logits (default: 0, the most likely token)"),
@@ -71,7 +81,7 @@ def add_parser(commands: Commands) -> None:
     add_dtype(parser)
     add_tp(parser)
     add_compilation_cache(parser)
-    add_count(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
+    add_count(parser, "--block-size", f"tokens per block (default: {BLOCK_SIZE})", required=False)
     add_count(
         parser,
         "--device-blocks",
@@ -129,8 +139,8 @@ def add_parser(commands: Commands) -> None:
     tiers = parser.add_argument_group("tiers and preemption")
     add_host_tier(tiers, "blocks of --block-size tokens")
     add_storage(tiers)
-    add_preempt(tiers)
-    add_reserve_tokens(tiers)
+    add_preempt(tiers, None)
+    add_reserve_tokens(tiers, None)
     add_nodes(parser.add_argument_group("prefill and decode nodes"), in_process=True)
     add_processes(parser)
     parser.set_defaults(module="generate")
@@ -233,7 +243,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def check_nodes(arguments: argparse.Namespace) -> None:
-    """Reject options of nodes that exclude or need each other.
+    """Reject options of nodes that exclude or need each other, and set defaults of those left out.
 
     Raises:
         BadInputError: With both names.
@@ -248,7 +258,8 @@ def check_nodes(arguments: argparse.Namespace) -> None:
         raise BadInputError("--silence-s must be more than 0, got 0")
     settings_of_nodes = (
         *("--transport", "--dtype", "--tp", "--device-blocks", "--depth", "--layer-groups"),
-        *("--host-blocks", "--storage"),
+        *("--host-blocks", "--storage", "--token-budget", "--max-running", "--block-size"),
+        *("--preempt", "--reserve-tokens"),
     )
     check_excludes(arguments, "--gateway", *settings_of_nodes, hint=": give it to the nodes")
     check_needs(arguments, "--kv-events", "--kv-events-replay")
@@ -256,3 +267,6 @@ def check_nodes(arguments: argparse.Namespace) -> None:
         arguments, "--disaggregate", "--kv-events", hint=": give it to nodes that you start"
     )
     check_needs(arguments, "--gateway", "--secret-file")
+    for name, default in _DEFAULTS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)

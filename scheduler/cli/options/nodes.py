@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .common import (
+    BLOCK_SIZE,
     Commands,
     Options,
     add_compilation_cache,
@@ -69,7 +70,7 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> Options:
     add_dtype(parser)
     add_tp(parser)
     add_compilation_cache(parser)
-    add_count(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
+    add_count(parser, "--block-size", "tokens per block (default: %(default)s)", default=BLOCK_SIZE)
     add_count(parser, "--device-blocks", "size of the KV cache in blocks")
     add_count(
         parser,

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from ..errors import BadInputError
 from .common import (
+    BLOCK_SIZE,
     Commands,
     add_compilation_cache,
     add_count,
@@ -73,8 +74,8 @@ def add_parser(commands: Commands) -> None:
     tiers = parser.add_argument_group("tiers and preemption")
     add_host_tier(tiers, "blocks of --block-size tokens")
     add_storage(tiers)
-    add_preempt(tiers)
-    add_reserve_tokens(tiers)
+    add_preempt(tiers, None)
+    add_reserve_tokens(tiers, None)
     _add_limits(parser.add_argument_group("limits of clients"))
     nodes = parser.add_argument_group("prefill and decode nodes")
     add_nodes(nodes, in_process=False)
@@ -95,15 +96,12 @@ def check(arguments: argparse.Namespace) -> None:
     check_nodes(arguments)
     for option in ("--memory-fraction", "--otlp-traces-endpoint", "--kv-events"):
         check_excludes(arguments, "--disaggregate", option)
-    check_excludes(
-        arguments, "--gateway", "--token-budget", "--max-running", hint=": give it to the nodes"
-    )
     if arguments.disaggregate and arguments.gateway is None and arguments.device_blocks is None:
         raise BadInputError("--disaggregate needs --device-blocks, or --gateway")
 
 
 def _add_sizes(group: argparse._ArgumentGroup) -> None:
-    add_count(group, "--block-size", "tokens per block (default: %(default)s)", default=16)
+    add_count(group, "--block-size", f"tokens per block (default: {BLOCK_SIZE})", required=False)
     add_count(
         group,
         "--device-blocks",

@@ -71,9 +71,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def arguments(model_dir: Path, tmp_path: Path) -> list[object]:
-    """Those of a `radixkv generate` that completes `PROMPTS`."""
+def without_sizes(model_dir: Path, tmp_path: Path) -> list[object]:
+    """The arguments of a `radixkv generate` that completes `PROMPTS`, without sizes."""
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps(PROMPTS))
-    sizes = ["--max-new-tokens", 8, "--block-size", 4, "--token-budget", 8, "--ignore-eos"]
-    return ["generate", model_dir, "--prompts", path, *sizes]
+    return ["generate", model_dir, "--prompts", path, "--max-new-tokens", 8, "--ignore-eos"]
+
+
+@pytest.fixture
+def arguments(without_sizes: list[object]) -> list[object]:
+    """The same with sizes."""
+    return [*without_sizes, "--block-size", 4, "--token-budget", 8]

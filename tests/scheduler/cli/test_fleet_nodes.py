@@ -16,7 +16,8 @@ import pytest
 from radixkv.scheduler.cli.errors import BadInputError
 from radixkv.scheduler.cli.fleet.registry import REGISTRY, Deployment
 from radixkv.scheduler.cli.main import build_parser
-from radixkv.scheduler.cli.options.fleet import FleetSize, expand_ray
+from radixkv.scheduler.cli.options.fleet import FleetSize
+from radixkv.scheduler.cli.options.serve import check
 from radixkv.scheduler.cli.shared import startup
 from radixkv.scheduler.cli.shared.prompts import Sizes
 from radixkv.scheduler.errors import NodeProcessError
@@ -62,7 +63,7 @@ class World:
             ["serve", "a/model", "--device-blocks=64", "--ray", size, "--storage", URL,
              "--host-blocks=8", "--silence-s=3"]
         )  # fmt: skip
-        expand_ray(arguments)
+        check(arguments)
         return arguments
 
     def start(self) -> None:

@@ -278,11 +278,11 @@ def test_a_prefill_node_has_no_depth(radixkv: Any, model_dir: Path) -> None:
 
 
 def test_a_gateway_prints_the_outputs_alone(
-    radixkv: Any, arguments: list[object], monkeypatch: pytest.MonkeyPatch
+    radixkv: Any, without_sizes: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What nodes have done that others started, they print themselves."""
     monkeypatch.setattr(generate_on_nodes, "complete_on_nodes", lambda *_: {})
-    outcome = radixkv(*arguments, "--disaggregate", "--gateway", "127.0.0.1:0")
+    outcome = radixkv(*without_sizes, "--disaggregate", "--gateway", "127.0.0.1:0")
     assert outcome == (0, "[]\n" * len(PROMPTS), "")
 
 
@@ -353,6 +353,10 @@ def test_nodes_may_have_storage_and_park_there(
                 ("--device-blocks", 9),
                 ("--depth", 2),
                 ("--layer-groups", 2),
+                ("--token-budget", 8),
+                ("--block-size", 16),
+                ("--preempt", "recompute"),
+                ("--reserve-tokens", 512),
             )
         ),
         (
@@ -378,13 +382,13 @@ def test_nodes_may_have_storage_and_park_there(
 )
 def test_options_that_do_not_go_together_are_refused(
     radixkv: Any,
-    arguments: list[object],
+    without_sizes: list[object],
     monkeypatch: pytest.MonkeyPatch,
     options: tuple[object, ...],
     message: str,
 ) -> None:
     monkeypatch.delenv("RADIXKV_SECRET", raising=False)
-    outcome = radixkv(*arguments, *options)
+    outcome = radixkv(*without_sizes, *options)
     assert (outcome.status, outcome.stderr) == (2, f"radixkv: {message}\n")
 
 
@@ -555,7 +559,7 @@ def test_a_gateway_says_which_nodes_it_lacks_or_refuses() -> None:
 
 
 def test_a_gateway_ends_when_the_only_nodes_are_gone(
-    radixkv: Any, arguments: list[object], monkeypatch: pytest.MonkeyPatch
+    radixkv: Any, without_sizes: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[RemoteNodes] = []
     now = 0.0
@@ -572,14 +576,14 @@ def test_a_gateway_ends_when_the_only_nodes_are_gone(
         return made[0]
 
     monkeypatch.setattr(generate_on_nodes, "RemoteNodes", make)
-    name = load_config(str(arguments[1])).name
+    name = load_config(str(without_sizes[1])).name
     with ExitStack() as stack:
         address = f"127.0.0.1:{stack.enter_context(reserved_port())}"
         for role in ("prefill", "decode"):
             node = stack.enter_context(closing(ZmqChannel(f"{role}-0", epoch=1)))
             node.connect(GATEWAY, address)  # what is sent waits for the gateway
             node.send(GATEWAY, NodeStatus(role, node.address, "jax", 4, 64, name))
-        outcome = radixkv(*arguments, "--disaggregate", "--gateway", address, "--timeout-s", 60)
+        outcome = radixkv(*without_sizes, "--disaggregate", "--gateway", address, "--timeout-s", 60)
     assert outcome == (
         1,
         "",
@@ -587,21 +591,25 @@ def test_a_gateway_ends_when_the_only_nodes_are_gone(
     )
 
 
-def test_a_gateway_refuses_nodes_of_another_model(radixkv: Any, arguments: list[object]) -> None:
+def test_a_gateway_refuses_nodes_of_another_model(
+    radixkv: Any, without_sizes: list[object]
+) -> None:
     """They would complete its prompts, with the tokens of another model."""
-    name = load_config(str(arguments[1])).name
+    name = load_config(str(without_sizes[1])).name
     with ExitStack() as stack:
         address = f"127.0.0.1:{stack.enter_context(reserved_port())}"
         node = stack.enter_context(closing(ZmqChannel("prefill-0", epoch=1)))
         node.connect(GATEWAY, address)
         node.send(GATEWAY, NodeStatus("prefill", node.address, "jax", 4, 64, "llama " + 64 * "f"))
-        outcome = radixkv(*arguments, "--disaggregate", "--gateway", address)
+        outcome = radixkv(*without_sizes, "--disaggregate", "--gateway", address)
     said = f"its model is llama ffffffffffff, not {name[:18]}"
     assert outcome == (2, "", f"radixkv: prefill-0 is refused: {said}\n")
 
 
-def test_a_gateway_ends_when_no_node_comes(radixkv: Any, arguments: list[object]) -> None:
-    outcome = radixkv(*arguments, "--disaggregate", "--gateway", "127.0.0.1:0", "--timeout-s", 0)
+def test_a_gateway_ends_when_no_node_comes(radixkv: Any, without_sizes: list[object]) -> None:
+    outcome = radixkv(
+        *without_sizes, "--disaggregate", "--gateway", "127.0.0.1:0", "--timeout-s", 0
+    )
     lacks = "radixkv: after 0 s there are 0 of 1 prefill nodes and 0 of 1 decode nodes\n"
     assert outcome == (1, "", lacks)
 

@@ -170,9 +170,17 @@ def test_a_server_tells_what_all_of_its_nodes_take(
             ["--disaggregate", "--gateway", "127.0.0.1:0", "--device-blocks", 9],
             "--device-blocks cannot be combined with --gateway: give it to the nodes",
         ),
-        (
-            ["--disaggregate", "--gateway", "127.0.0.1:0", "--max-running", 9],
-            "--max-running cannot be combined with --gateway: give it to the nodes",
+        *(
+            (
+                ["--disaggregate", "--gateway", "127.0.0.1:0", option, value],
+                f"{option} cannot be combined with --gateway: give it to the nodes",
+            )
+            for option, value in (
+                ("--max-running", 9),
+                ("--block-size", 16),
+                ("--preempt", "recompute"),
+                ("--reserve-tokens", 512),
+            )
         ),
     ],
 )
