@@ -302,9 +302,9 @@ def test_a_module_that_cannot_be_imported(fuzz: Any, tmp_path: Path) -> None:
     ("options", "text"),
     [
         (["--seconds", "-1"],
-         "argument --seconds: expected a number of seconds, 0 or more, got '-1'"),
+         "argument --seconds: expected a number of seconds from 0 to 2000000, got '-1'"),
         (["--seconds", "x"],
-         "argument --seconds: expected a number of seconds, 0 or more, got 'x'"),
+         "argument --seconds: expected a number of seconds from 0 to 2000000, got 'x'"),
         (["--steps", "0"], "argument --steps: expected an integer from 1 to 2147483647, got '0'"),
         (["--jobs", "0"], "argument --jobs: expected an integer from 1 to 256, got '0'"),
         (["--seed", "x"], "argument --seed: invalid int value: 'x'"),

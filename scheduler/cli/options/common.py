@@ -29,6 +29,9 @@ Commands: TypeAlias = Any
 Options: TypeAlias = argparse._ActionsContainer
 """A parser, or a group of its options."""
 
+_MAX_SECONDS: Final = 2_000_000
+"""A socket takes at most an int32 of milliseconds."""
+
 _BYTES_PER_BLOCK: Final = 16
 """Bytes per block of a `BlockPool` while it is created."""
 
@@ -57,25 +60,22 @@ def integer(
     return parse
 
 
-def seconds(text: str) -> float:
-    """Parse a finite number of seconds, 0 or more."""
+def seconds(text: str, unit: str = "seconds") -> float:
+    """Parse a number of seconds that a socket can wait."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of seconds, 0 or more, got {text!r}")
+    if not 0 <= value <= _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of {unit} from 0 to {_MAX_SECONDS}, got {text!r}"
+        )
     return value
 
 
 def milliseconds(text: str) -> float:
-    """Parse a finite number of milliseconds, 0 or more."""
-    try:
-        return seconds(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(
-            f"expected a number of milliseconds, 0 or more, got {text!r}"
-        ) from None
+    """Parse a number of milliseconds."""
+    return seconds(text, "milliseconds")
 
 
 def storage_url(text: str) -> str:

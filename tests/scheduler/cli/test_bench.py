@@ -129,9 +129,13 @@ def test_step_json_and_text(radixkv: Any, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ("--device-ms=-1",),
-            "argument --device-ms: expected a number of milliseconds, 0 or more, got '-1'",
+        *(
+            (
+                (f"--device-ms={given}",),
+                "argument --device-ms: expected a number of milliseconds from 0 to 2000000, "
+                f"got '{given}'",
+            )
+            for given in ("-1", "1e300", "inf", "nan")
         ),
         (("--waiting=-1",), "argument --waiting: expected an integer from 0 to 2147483647"),
         ((), "max_model_len 100 is less than 64 prompt tokens and 206 new ones"),

@@ -307,6 +307,15 @@ def test_a_missing_extra(
         (["ls", "redis://:hunter2@host", "redis://:hunter2@b"], "unrecognized arguments: "),
         (["redis://user:hunt/er2@host"], "argument ACTION: invalid choice: 'redis://...@host'"),
         (["ls", "--timeout-s", "redis://:hunter2@host"], "argument --timeout-s: expected a number"),
+        *(
+            (
+                ["ls", url, "--timeout-s", given],
+                "argument --timeout-s: expected a number of seconds from 0 to 2000000, got ",
+            )
+            for url in ("redis://127.0.0.1:1", "s3://b/p")
+            for given in ("2000001", "1e12", "1e300", "inf", "nan", "-1")
+        ),
+        (["ls", "redis://127.0.0.1:1", "--timeout-s", "2000000"], "listing failed: no connection"),
         (["ls", "env:"], "argument URL: expected the name of an environment variable"),
         (["ls"], "the following arguments are required: URL"),
         (["gc", "memory://"], "one of the arguments --max-bytes --all is required"),
