@@ -173,8 +173,8 @@ class _Cluster:
         self.next_arrival = 0
         self.first_arrival_s = self.clock_s = self.arrivals[0][1].timestamp_ms / 1e3
         self.last_answer_s = self.first_arrival_s
+        self._is_ticking = False
         self._at(self.clock_s, self._arrive)
-        self._at(self.clock_s, self._tick)
 
     def _make_node(self, role: Literal["prefill", "decode"]) -> _Node:
         node = self.config.node
@@ -222,7 +222,8 @@ class _Cluster:
         for name, node in self.nodes.items():
             node.scheduler.tick(self.clock_s)
             self.changed.add(name)
-        if not self.is_answered:
+        self._is_ticking = self.retrier.num_open > 0
+        if self._is_ticking:
             self._at(self.clock_s + _TIMING.retry_s, self._tick)
 
     def _arrive(self) -> None:
@@ -233,6 +234,8 @@ class _Cluster:
         self.retrier.tick(self.clock_s)
         self.retrier.submit(request.request_id)
         self.retrier.tick(self.clock_s)
+        if not self._is_ticking:  # nothing has happened since, however long ago that was
+            self._tick()
         self.next_arrival += 1
         if self.next_arrival < len(self.arrivals):
             self._at(self.arrivals[self.next_arrival][1].timestamp_ms / 1e3, self._arrive)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from radixkv.scheduler.replay.simulation.accounting import ClusterAccounts
 from radixkv.scheduler.replay.simulation.cluster import (
     ClusterConfig,
     ClusterResult,
+    _Cluster,
     simulate_cluster,
 )
 from radixkv.scheduler.replay.simulation.cost_model import (
@@ -245,6 +247,27 @@ def test_a_refusal_is_an_answer_at_once(arrivals: list[tuple[bool, float]], orde
         answered.append(served[0].timestamp_ms / 1e3 - times[0] + without.simulated_s)
     assert result.refused == len(lines) - len(served)
     assert result.simulated_s == pytest.approx(max(answered))
+
+
+@pytest.mark.parametrize("gap_ms", [1e5, 1e9, 1.7e12, 1e17])
+def test_a_gap_between_requests_costs_nothing(
+    gap_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line without an epoch may stand before lines with one."""
+    ticks: Counter[str] = Counter()
+    tick = _Cluster._tick
+
+    def count_tick(cluster: _Cluster) -> None:
+        ticks["all"] += 1
+        assert ticks["all"] < 50
+        tick(cluster)
+
+    monkeypatch.setattr(_Cluster, "_tick", count_tick)
+    trace = make_trace([0], [1], [2], output_length=3, gap_ms=gap_ms)
+    result = simulate_cluster(trace, COSTS, ClusterConfig(1, 1, NODE))
+    assert result.finished == 3
+    assert all(check.ok for check in result.checks), result.checks
+    assert result.simulated_s == pytest.approx(2 * gap_ms / 1e3 + 3.38)
 
 
 def test_the_model_must_leave_room_for_blocks() -> None:
