@@ -17,8 +17,9 @@ from ...kvcache import EventBatch
 from ...kvcache.storage import Storage
 from ..engine import make_storage_namespace
 from ..gateway.cache_index import CacheReporter
-from ..handoff import Timing
+from ..handoff import MAX_PART_BLOCKS, Timing
 from ..handoff.gateway_messages import GATEWAY
+from ..models import load_config, model_dtype
 from ..models.weights_digest import weights_digest
 from ..nodes import DecodeEngine, PrefillEngine
 from ..nodes.channel import ChannelAddressError, Secret, ZmqChannel, load_secret
@@ -27,7 +28,7 @@ from ..nodes.channel.schema import MAX_NAME_CHARS
 from ..nodes.event_loop import NodeEventLoop
 from ..nodes.open_files import reserve_files
 from ..nodes.transport import Transport
-from ..nodes.transport.registry import open_transport
+from ..nodes.transport.registry import STAGING_BYTES, open_transport
 from ..terminal.interrupts import exit_on_interrupt
 from ..text import locate_model
 from .errors import BadInputError
@@ -86,7 +87,14 @@ def serve_node(
     with ExitStack() as stack:
         channel = stack.enter_context(closing(_open_channel(arguments, secret)))
         host = arguments.listen.rpartition(":")[0].strip("[]")
-        transport = open_transport(arguments.transport, host=host, storage=arguments.storage)
+        with report_on_stderr():
+            arguments.model_dir = locate_model(arguments.model, arguments.revision)
+        transport = open_transport(
+            arguments.transport,
+            host=host,
+            staging_bytes=staging_bytes(arguments),
+            storage=arguments.storage,
+        )
         stack.callback(transport.close)
         timing = make_timing(arguments.silence_s)
         cache = CacheReporter()
@@ -115,6 +123,14 @@ def serve_node(
         loop.run(is_stopped)
         engine.close()  # stores what is still on its way to storage
         return describe_node(engine.stats(), storage)
+
+
+def staging_bytes(arguments: argparse.Namespace) -> int:
+    """Return the default, or more if a part of large blocks would not fit into half of it."""
+    config = load_config(arguments.model_dir)
+    itemsize = model_dtype(arguments.model_dir, arguments.dtype or "auto").itemsize
+    bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+    return max(STAGING_BYTES, 2 * MAX_PART_BLOCKS * arguments.block_size * bytes_per_token)
 
 
 def make_timing(silence_s: float) -> Timing:
@@ -154,7 +170,6 @@ def _make_engine(
     stack: ExitStack,
 ) -> tuple[PrefillEngine | DecodeEngine, Storage | None]:
     """Make the engine over its storage; the stack closes both."""
-    arguments.model_dir = locate_model(arguments.model, arguments.revision)
     model = load_model_of_options(arguments)
     revision = weights_digest(arguments.model_dir)
     namespace = make_storage_namespace(model, revision, arguments.block_size)

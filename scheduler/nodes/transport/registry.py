@@ -13,14 +13,14 @@ from .threaded import ThreadedTransport
 PROCESS_TRANSPORTS: Final = ("jax", "nixl", "storage")
 """Names of the transports that connect processes."""
 
-_STAGING_BYTES: Final = 256 << 20
+STAGING_BYTES: Final = 256 << 20
 
 
 def open_transport(
     name: str,
     *,
     host: str = "127.0.0.1",
-    staging_bytes: int = _STAGING_BYTES,
+    staging_bytes: int = STAGING_BYTES,
     storage: str | None = None,
 ) -> Transport:
     """Start an engine, and test it with a transfer from this node to itself.

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from radixkv.kvcache.tiers import state
 from radixkv.scheduler.cli import generate, generate_on_nodes, nodes, serve_on_nodes
@@ -24,6 +26,7 @@ from radixkv.scheduler.cli.shared.prompts import prompts_failed
 from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.gateway.node_reporter import NodeReporter
 from radixkv.scheduler.handoff.gateway_messages import GATEWAY, NodeStatus
+from radixkv.scheduler.handoff.part_cut import PartCut
 from radixkv.scheduler.models import Model, load_config
 from radixkv.scheduler.models.weights_digest import weights_digest
 from radixkv.scheduler.nodes.channel import Secret, codec
@@ -132,6 +135,40 @@ def test_started_nodes_get_the_directory_of_a_name(
         radixkv("generate", "owner/name", *arguments[2:], *SIZE, "--disaggregate")
 
 
+@pytest.mark.parametrize("command", ["prefill-node", "decode-node"])
+@pytest.mark.parametrize(("block_size", "staged"), [(16, 256 << 20), (32768, 1 << 30)])
+def test_a_node_has_staging_memory_for_its_parts(
+    radixkv: Any,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    block_size: int,
+    staged: int,
+) -> None:
+    def open_transport(name: str, *, staging_bytes: int, **_: object) -> None:
+        raise Stopped(name, staging_bytes)
+
+    monkeypatch.setattr(nodes, "open_transport", open_transport)
+    sizes = ["--gateway", "127.0.0.1:9", "--device-blocks", 10, "--block-size", block_size]
+    with pytest.raises(Stopped) as stopped:
+        radixkv(command, model_dir, *sizes, "--transport", "nixl", "--dtype", "float32")
+    assert stopped.value.args == ("nixl", staged)
+
+
+@given(st.integers(1, 2048), st.integers(1, 32), st.integers(1, 32))
+def test_no_part_exceeds_the_staging_memory_of_its_nodes(
+    model_dir: Path, common: int, ours: int, theirs: int
+) -> None:
+    sent_size, size = common * theirs, common * ours
+    assume(PartCut(sent_size, size, 0, 0).is_possible)
+    most = max(n for n in range(1, 33) if PartCut(sent_size, size, n * sent_size, 0).is_part(0, n))
+    config = load_config(model_dir)
+    elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    for block_size in (sent_size, size):
+        arguments = argparse.Namespace(model_dir=model_dir, dtype="float32", block_size=block_size)
+        assert most * sent_size * elements * 4 <= nodes.staging_bytes(arguments)
+
+
 @pytest.mark.parametrize("depth", [None, 1, 3])
 def test_started_decode_nodes_get_the_depth(
     radixkv: Any, arguments: list[object], monkeypatch: pytest.MonkeyPatch, depth: int | None
@@ -216,9 +253,9 @@ def test_nodes_in_one_process_get_the_groups_of_layers(
 
     monkeypatch.setattr(generate, "PrefillEngine", take)
     apart = [*SIZE, "--disaggregate", "--transport", "inprocess"]
-    for given, number in (((), 1), (("--layer-groups", 2), 2)):
+    for options, number in (((), 1), (("--layer-groups", 2), 2)):
         with pytest.raises(Stopped, match=f"^{number}$"):
-            radixkv(*arguments, *apart, *given)
+            radixkv(*arguments, *apart, *options)
 
 
 @pytest.mark.parametrize(
