@@ -261,7 +261,6 @@ class OutputStream(AsyncIterator[GenerationOutput]):
         for _ in range(len(live)):
             delivery, completion = live[0]
             if delivery.error is not None:
-                live.clear()
                 raise delivery.error
             reason = delivery.finish_reason  # first: then the number of tokens is final
             output = completion.take(delivery.num_tokens, reason)

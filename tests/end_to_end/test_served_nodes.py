@@ -159,6 +159,30 @@ def test_a_stream_ends_with_an_error_if_another_node_has_other_tokens(compiled):
     test()
 
 
+def test_the_other_samples_end_with_one_that_fails(compiled):
+    """Nobody reads them: they would decode to their ends, and hold blocks on both nodes."""
+    num_new = MAX_MODEL_LEN - len(PROMPTS[2])
+
+    def lose(cluster: Cluster, request: Request) -> None:
+        cluster.restart_decode()
+        request.output_tokens[1] += 1  # as if the lost node had generated another one
+
+    @in_loop
+    async def test() -> None:
+        async with serving(compiled, on_told=lose) as (cluster, nodes):
+            stream = nodes.generate(PROMPTS[2], GenerationParams(num_new, n=3))
+            samples = [each.request for each in stream._consumer.deliveries]
+            with pytest.raises(HandoffFailedError, match="whose tokens were told, had"):
+                async for _output in stream:
+                    pass
+            while await nodes.call(lambda _: cluster.front.has_work):
+                pass
+            assert [each.finish_reason for each in samples] == ["abort"] * 3
+            assert all(len(each.output_tokens) < num_new for each in samples)
+
+    test()
+
+
 def test_the_tokens_of_a_stream_come_before_its_end(compiled):
     numbers = []
 
