@@ -181,8 +181,9 @@ def add_nodes(group: Options, *, in_process: bool) -> None:
         "--timeout-s",
         type=seconds,
         metavar="S",
-        help="how long to wait for nodes to connect, and for one to come back when none of its "
-        "role is left (default: 120)",
+        help="how long to wait for nodes to connect"
+        + (", and for one to come back when none of its role is left" if in_process else "")
+        + " (default: 120)",
     )
     group.add_argument(
         "--silence-s",

@@ -92,6 +92,15 @@ def test_every_option_is_read(command: str) -> None:
     assert not {each.dest for each in PARSERS[command]._actions} - read - {"help"}
 
 
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_the_help_says_what_a_command_waits_for(command: str) -> None:
+    """Requests of a server wait for a role without nodes, however long."""
+    told = " ".join(PARSERS[command].format_help().split())
+    back = ", and for one to come back when none of its role is left"
+    later = back if command == "generate" else ""
+    assert f"how long to wait for nodes to connect{later} (default: 120)" in told
+
+
 def another_value(action: argparse.Action, of_node: argparse.Action) -> list[str]:
     """Return an option and a value that both commands take and that is the default of neither."""
     option = action.option_strings[0]
