@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Final
 
 from .errors import BadInputError
+
+_NO_DEVICE: Final = "Unable to initialize backend"
+"""Begin of what JAX says of a device that it does not have, or of no library for it."""
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -51,6 +55,8 @@ def _explain(error: BaseException) -> tuple[str | None, int]:
         return f"not enough memory on this machine: {error}", EXIT_BAD_INPUT
     if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in message:
         return f"not enough memory on the device: {message}", EXIT_BAD_INPUT
+    if isinstance(error, RuntimeError) and (place := message.find(_NO_DEVICE)) >= 0:
+        return message[place:], EXIT_BAD_INPUT  # another process may have said it in a traceback
     return message if isinstance(error, RadixKVError | OSError) else None, EXIT_BAD_INPUT
 
 

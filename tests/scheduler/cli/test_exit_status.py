@@ -27,6 +27,7 @@ class Other(RuntimeError):
 
 
 FULL = "RESOURCE_EXHAUSTED: out of memory"
+NO_DEVICE = "Unable to initialize backend 'foo': it is not in the list of known backends"
 LOST: list[type[Any]] = [GroupError, HandoffFailedError, NodesFailedError]
 
 
@@ -41,8 +42,13 @@ LOST: list[type[Any]] = [GroupError, HandoffFailedError, NodesFailedError]
         (RadixKVError("of the library"), 2, "of the library"),
         (MemoryError("10 GiB"), 2, "not enough memory on this machine: 10 GiB"),
         (JaxRuntimeError(FULL), 2, f"not enough memory on the device: {FULL}"),
+        (RuntimeError(NO_DEVICE), 2, NO_DEVICE),
+        (RuntimeError(f"the engine did not start: Traceback\n\nE: {NO_DEVICE}"), 2, NO_DEVICE),
         (KeyboardInterrupt(), 130, "interrupted"),
-        *((defect, None, "") for defect in (JaxRuntimeError("INTERNAL"), Other(FULL), KeyError())),
+        *(
+            (defect, None, "")
+            for defect in (JaxRuntimeError("INTERNAL"), Other(FULL), KeyError(NO_DEVICE))
+        ),
     ],
 )
 def test_a_defect_has_no_status_and_all_else_one_line(
