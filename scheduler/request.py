@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -40,6 +40,10 @@ class RequestStatus(enum.Enum):
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_integer_type(kind: type) -> bool:
+    return issubclass(kind, int | np.integer) and kind is not bool
 
 
 MIN_FACTOR: Final = 1e-6
@@ -153,6 +157,9 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
+MAX_STOP_TOKEN_IDS: Final = 1024
+"""Stop tokens that a server and nodes take, at most."""
+
 MAX_TOKENS: Final = 2**31 - 1
 """Limit of prompt and output together, because positions are int32."""
 
@@ -203,7 +210,7 @@ class Request:
         *,
         priority: int = 0,
         sampling: SamplingParams = GREEDY,
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Collection[int] = (),
         namespace: bytes = b"",
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
@@ -380,5 +387,5 @@ def _check_numbers(
             f"{name}: {num_prompt} prompt tokens and {max_new_tokens} new ones are more than "
             f"{MAX_TOKENS}"
         )
-    if not isinstance(stop, Iterable) or not all(map(_is_integer, stop)):
+    if not isinstance(stop, Iterable) or not all(map(_is_integer_type, set(map(type, stop)))):
         raise RequestError(f"{name}: stop_token_ids must be token ids, got {stop!r}")

@@ -14,7 +14,7 @@ request first needs them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -76,6 +76,8 @@ class Adjustments:
         self._max_tokens, self._vocab_size = max_tokens, vocab_size
         self._counts: Int32[Array, "slots vocab"] | None = None
         self._programs: dict[Any, Compiled] = {}
+        # One for each row, so that a step finds those of the last one.
+        self._mask_without = lru_cache(num_rows)(partial(_mask_without, vocab_size))
 
     def warm_up(self, logits: Array, rows: Rows, last_tokens: Array) -> None:
         """Compile all programs; the counts are not allocated."""
@@ -139,7 +141,7 @@ class Adjustments:
             if allowed is not None and is_guided and request.guide is not None:
                 request.guide.allow(request.output_tokens, allowed[row])
             if allowed is not None and is_late:
-                _forbid(allowed[row], request.late_token_ids, self._vocab_size)
+                _forbid(allowed[row], self._mask_without(request.late_token_ids))
         if allowed is None and (values == _NEUTRAL).all():
             return None
         return self.adjust_rows(logits, rows, values, is_counted, allowed, last_tokens)
@@ -205,14 +207,20 @@ def _num_given(request: Request) -> int:
     return request.num_prompt_tokens - request.sampling.num_continued
 
 
-def _forbid(allowed: Int32Array, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Clear the bits of tokens in a mask of 32 tokens per word, unless no other one is set."""
-    after_last = range(vocab_size, 32 * len(allowed))  # `_all_allowed` sets these, too
+def _mask_without(vocab_size: int, token_ids: frozenset[int]) -> Int32Array:
+    """Return a mask of 32 tokens per word with the bits of all tokens but these."""
+    mask = np.full(-(-vocab_size // 32), -1, np.int32)
+    after_last = range(vocab_size, 32 * len(mask))  # `_all_allowed` sets these, too
     late = (token for token in token_ids if 0 <= token < vocab_size)
     tokens = np.array([*late, *after_last], np.int64)
     bits = np.uint32(1) << (tokens % 32).astype(np.uint32)
-    others = allowed.copy()
-    np.bitwise_and.at(others.view(np.uint32), tokens // 32, ~bits)
+    np.bitwise_and.at(mask.view(np.uint32), tokens // 32, ~bits)
+    return mask
+
+
+def _forbid(allowed: Int32Array, mask: Int32Array) -> None:
+    """Clear the bits that a mask has not, unless no other one is set."""
+    others = allowed & mask
     if others.any():
         allowed[:] = others
 

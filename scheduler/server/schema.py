@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from ..request import MAX_LOGPROBS
+from ..request import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from ..text import Guided
 from .errors import ApiError
 
@@ -25,6 +25,9 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 StopString = Annotated[str, Meta(max_length=256)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 """All are searched at each token, on the event loop: a client must not make that slow."""
+
+StopTokens = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
+"""Each request has a copy, and with ``min_tokens`` a mask."""
 
 _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
@@ -127,7 +130,7 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
     top_k: int | None = None
     seed: Seed | None = None
     stop: StopString | StopStrings | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: StopTokens | None = None
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None

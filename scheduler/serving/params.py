@@ -102,7 +102,9 @@ class GenerationParams:
                 self.max_tokens,
                 priority=priority,
                 sampling=replace(self.sampling, seed=(seed + index) % 2**32),
-                stop_token_ids=(*self.stop_token_ids, *end_tokens),
+                stop_token_ids=(
+                    requests[0].stop_token_ids if requests else (*self.stop_token_ids, *end_tokens)
+                ),
                 namespace=namespace,
                 logprobs=self.logprobs,
                 prompt_logprobs=self.prompt_logprobs if index == 0 else None,

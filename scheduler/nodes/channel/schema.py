@@ -37,7 +37,7 @@ from ...handoff.gateway_messages import (
 )
 from ...handoff.messages import Abort, Ack, Ask, Commit, Grant, Message, Refuse, Renew, Send
 from ...handoff.records import MAX_RECORD_BYTES, MAX_RECORDS_BYTES, PAIR_BYTES
-from ...request import MAX_FACTOR, MAX_LOGPROBS
+from ...request import MAX_FACTOR, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from ..transport.descriptors import DIGEST_BYTES, DIGEST_KEY_BYTES, ArraySpec, PullInfo
 from .address import check_target
 
@@ -125,7 +125,7 @@ _LIMITS: Final[dict[str, Any]] = {
     "namespace": _bytes(MAX_TEXT_CHARS),
     "max_new_tokens": _int(1, MAX_NEW_TOKENS),
     "priority": _int(-(2**31)),
-    "stop_token_ids": _tuple(_TOKEN, 1024),
+    "stop_token_ids": _tuple(_TOKEN, MAX_STOP_TOKEN_IDS),
     "logprobs": _int(0, MAX_LOGPROBS),
     "first_record": _bytes(MAX_RECORD_BYTES),
     "records": _bytes(MAX_RECORDS_BYTES),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -10,9 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler.engine.adjustments import RowValues, _forbid, _set_counts, adjust_logits
+from radixkv.scheduler.engine import adjustments
+from radixkv.scheduler.engine.adjustments import (
+    Adjustments,
+    RowValues,
+    _forbid,
+    _mask_without,
+    _set_counts,
+    adjust_logits,
+)
 from radixkv.scheduler.engine.sampling import SamplingBatch, sample
-from radixkv.scheduler.request import MAX_FACTOR, MIN_FACTOR, SamplingParams
+from radixkv.scheduler.request import MAX_FACTOR, MIN_FACTOR, Request, SamplingParams
+from radixkv.scheduler.step_plan import Chunk, StepPlan
 
 VOCABULARY = 37
 ROWS = 3
@@ -161,7 +171,25 @@ def test_late_tokens_are_forbidden_unless_no_other_is_allowed(vocab_size, is_mas
     if is_masked:
         bits = np.isin(np.arange(32 * num_words), [each for each in in_mask if each < vocab_size])
     allowed = np.packbits(bits, bitorder="little").view(np.int32)
-    _forbid(allowed, late, vocab_size)
+    _forbid(allowed, _mask_without(vocab_size, frozenset(late)))
     left = np.unpackbits(allowed.view(np.uint8), bitorder="little")[:vocab_size]
     before = set(np.flatnonzero(bits[:vocab_size]).tolist())
     assert set(np.flatnonzero(left).tolist()) == (before - late or before)
+
+
+def test_the_late_tokens_of_samples_are_visited_once(monkeypatch):
+    masks: list[Any] = []
+    make = Mock(side_effect=_mask_without)
+    monkeypatch.setattr(adjustments, "_mask_without", make)
+    adjuster, unused = Adjustments(1, ROWS, 9, VOCABULARY), None
+    given: Any = unused
+    monkeypatch.setattr(adjuster, "adjust_rows", lambda *rows: masks.append(rows[4]))
+    sampling = SamplingParams(min_tokens=2)
+    first = Request("a", [1], 4, sampling=sampling, stop_token_ids=[2, 3])
+    second = Request("b", [1], 4, sampling=sampling, stop_token_ids=first.stop_token_ids)
+    plan = StepPlan(prefill=[Chunk(request, 0, 1) for request in (first, second)])
+    for _ in range(3):
+        adjuster.adjust(plan, given, given, given)
+    late = words_of(set(range(VOCABULARY)) - {2, 3})
+    assert [mask[:2].tolist() for mask in masks] == [[late, late]] * 3
+    assert make.call_count == 1

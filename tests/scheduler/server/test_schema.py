@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from radixkv.scheduler.request import MAX_STOP_TOKEN_IDS
 from radixkv.scheduler.server import schema
 from radixkv.scheduler.server.errors import ApiError
 from radixkv.scheduler.server.schema import ChatBody, CompletionBody, GenerationBody, parse
@@ -172,6 +173,19 @@ def test_a_refusal_names_the_field(fields: Any, param: str | None) -> None:
     with pytest.raises(ApiError) as refused:
         parse(json.dumps(fields).encode(), CompletionBody)
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_an_output_ends_with_one_of_so_many_tokens(more: int) -> None:
+    ids = list(range(MAX_STOP_TOKEN_IDS + more))
+    fields = {**COMPLETION, "stop_token_ids": ids}
+    if not more:
+        assert of(fields).stop_token_ids == ids
+        return
+    with pytest.raises(ApiError) as refused:
+        of(fields)
+    message = "Expected `array` of length <= 1024 - at `$.stop_token_ids`"
+    assert (refused.value.message, refused.value.param) == (message, "stop_token_ids")
 
 
 @pytest.mark.parametrize("more", [0, 1, 1000])

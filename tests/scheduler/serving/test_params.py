@@ -77,7 +77,8 @@ def test_samples_are_requests_with_the_seeds_that_follow(
     for index, request in enumerate(requests):
         assert request.tokens.tolist() == [97, 98] and request.max_new_tokens == 5
         assert request.sampling.temperature == 0.5
-        assert set(request.stop_token_ids) == ends
+        assert request.stop_token_ids == ends
+        assert request.stop_token_ids is requests[0].stop_token_ids
         assert (request.priority, request.namespace) == (priority, b"n")
         assert request.logprobs == logprobs[0]
         assert request.prompt_logprobs == (None if index else logprobs[1])

@@ -33,7 +33,7 @@ from radixkv.scheduler.handoff.gateway_messages import (
 from radixkv.scheduler.nodes.channel import DecodeError, EncodeError
 from radixkv.scheduler.nodes.channel.codec import MAX_PACKET_BYTES, Packet, decode, encode
 from radixkv.scheduler.nodes.channel.schema import MAX_PROMPT_TOKENS, MESSAGES
-from radixkv.scheduler.request import GREEDY
+from radixkv.scheduler.request import GREEDY, MAX_STOP_TOKEN_IDS
 
 from .strategies import any_packet, packets
 
@@ -149,6 +149,10 @@ def test_the_longest_prompt_fits() -> None:
         (
             run_prefill((1.5,)),
             "RunPrefill: Expected `int`, got `float` - at `$.message.stop_token_ids[0]`",
+        ),
+        (
+            run_prefill(tuple(range(MAX_STOP_TOKEN_IDS + 1))),
+            "RunPrefill: Expected `array` of length <= 1024 - at `$.message.stop_token_ids`",
         ),
         (
             replace(run_prefill(), decode_address="0.0.0.0:1"),
