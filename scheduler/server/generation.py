@@ -157,16 +157,14 @@ class GenerationEndpoint:
         else:
             prompts = await asyncio.to_thread(self._encode, body)
         params = [self._params(body, len(prompt)) for prompt in prompts]
-        for each in params[:1]:
-            # A grammar is compiled again for each prompt, but the vocabulary is read once.
-            if each.guided is not None:
-                await asyncio.to_thread(self._model.engine.check_guided, each.guided)
+        engine, guided = self._model.engine, body.guided()
+        guide = None if guided is None else await asyncio.to_thread(engine.make_guide, guided)
         num_samples = body.n or 1
         kind = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
         request_id = f"{kind}-{secrets.token_hex(16)}"
         head = {"id": request_id, "created": int(time.time()), "model": self._model.name}
         has_token_ids = bool(body.return_token_ids)
-        names = TokenNames(self._model.engine.tokenizer)
+        names = TokenNames(engine.tokenizer)
         reply: Reply
         if isinstance(body, ChatBody):
             reply = ChatReply(
@@ -176,7 +174,7 @@ class GenerationEndpoint:
             by_choice = [prompt for prompt in prompts for _ in range(num_samples)]
             reply = CompletionReply(head, by_choice, names, has_token_ids=has_token_ids)
         streams = [
-            self._model.engine.generate(prompt, each, request_id=f"{request_id}-{index}")
+            engine.generate(prompt, each, request_id=f"{request_id}-{index}", guide=guide)
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
         async with aclosing(merge(streams, num_samples)) as outputs:
@@ -228,7 +226,6 @@ class GenerationEndpoint:
             n=body.n or 1,
             logprobs=body.num_logprobs(),
             prompt_logprobs=body.prompt_logprobs,
-            guided=body.guided(),
         )
 
     async def _events(

@@ -51,6 +51,9 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
 _MIN_CHARS: Final = 64
 """What a text or message without characters costs, in the time of some."""
 
+MAX_GUIDED_BYTES: Final = 64 << 10
+"""Limit of what an output must be, as JSON: a second or so of a thread compiles that much."""
+
 _ADJUSTMENTS: Final = (
     "min_p",
     "repetition_penalty",
@@ -76,7 +79,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool = False
 
 
-class JsonSchema(Struct, forbid_unknown_fields=True):
+class JsonSchema(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A schema of `response_format`; `strict` is always so."""
 
     name: str
@@ -85,14 +88,14 @@ class JsonSchema(Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class ResponseFormat(Struct, forbid_unknown_fields=True):
+class ResponseFormat(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """What the text must be, as in OpenAI's interface."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(Struct, forbid_unknown_fields=True):
+class StructuredOutputs(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """What the text must be, as in vLLM's; one field is given. See `Guided`."""
 
     json: dict[str, Any] | str | None = None
@@ -178,10 +181,18 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
         """Return what the text must be, or None.
 
         Raises:
-            ApiError: if there are two answers, or a schema is missing.
+            ApiError: if there are two answers, a schema is missing, or it is too large.
             RequestError: see `Guided`.
         """
         formatted, given = self.response_format, self.structured_outputs
+        for name, value in (("response_format", formatted), ("structured_outputs", given)):
+            size = 0 if value is None else len(msgspec.json.encode(value))
+            if size > MAX_GUIDED_BYTES:
+                raise ApiError(
+                    400,
+                    f"{name} has {size} bytes of JSON: the server takes at most {MAX_GUIDED_BYTES}",
+                    param=name,
+                )
         if formatted is not None and formatted.type != "json_schema" and formatted.json_schema:
             raise ApiError(
                 400,

@@ -14,6 +14,7 @@ from ...kvcache import Tokens
 from ..engine import Engine
 from ..errors import RequestError, StreamError
 from ..text import Guided, TextTokenizer
+from ..text.guided import TokenGuide
 from .engine_thread import Consumer, EngineThread
 from .observer import EngineObserver
 from .outputs import Completion, GenerationOutput
@@ -72,6 +73,7 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         namespace: bytes = b"",
+        guide: TokenGuide | None = None,
     ) -> OutputStream:
         """Add a prompt, and return the outputs of its samples as they come.
 
@@ -82,6 +84,8 @@ class AsyncEngine:
             request_id: unique among active requests; default: a new one. If there are several
                 samples, the engine calls them ``request_id#0`` and so on.
             priority, namespace: see `Request`.
+            guide: what `make_guide` returned, instead of ``params.guided``, which this call
+                compiles.
 
         Raises:
             RequestError, TokenError: for arguments of the wrong type or out of range, and for text
@@ -99,6 +103,7 @@ class AsyncEngine:
             self._eos_token_ids,
             priority=priority,
             namespace=namespace,
+            guide=guide,
         )
         completions = [
             Completion(request, self.tokenizer, params.stop, name=request_id, index=index)
@@ -106,8 +111,11 @@ class AsyncEngine:
         ]
         return OutputStream(self, self._thread.submit(requests), completions, request_id)
 
-    def check_guided(self, guided: Guided) -> None:
-        """Check that outputs can be guided so, and prepare the tokenizer; this may take a second.
+    def make_guide(self, guided: Guided) -> TokenGuide:
+        """Compile what outputs must be, for any number of prompts.
+
+        This may take seconds. It works without Python's lock: call it in another thread than that
+        of an event loop.
 
         Raises:
             RequestError: if ``guided`` cannot be compiled, or there is no tokenizer.
@@ -115,7 +123,7 @@ class AsyncEngine:
         """
         if self.tokenizer is None:
             raise RequestError("guided output needs a tokenizer, and the engine has none")
-        self.tokenizer.guide(guided, self._eos_token_ids)
+        return self.tokenizer.guide(guided, self._eos_token_ids)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Call a function with the engine between two steps, and return its result.

@@ -72,8 +72,11 @@ class GenerationParams:
         *,
         priority: int = 0,
         namespace: bytes = b"",
+        guide: TokenGuide | None = None,
     ) -> list[Request]:
         """Make a request of the engine for each sample, with ids of their own if there are several.
+
+        A guide stands for ``guided``, and is copied.
 
         Raises:
             RequestError, TokenError: see `Request`; also for text without a tokenizer, and for a
@@ -87,15 +90,13 @@ class GenerationParams:
         if isinstance(prompt, str):
             assert tokenizer is not None, "checked above"
             prompt = tokenizer.encode(prompt)
-        guides: list[TokenGuide | None] = [None] * self.n
-        if self.guided is not None:
+        if guide is None and self.guided is not None:
             assert tokenizer is not None, "checked above"
-            made = tokenizer.guide(self.guided, eos_token_ids)
-            guides = [made.copy() for _ in range(self.n)]
+            guide = tokenizer.guide(self.guided, eos_token_ids)
         end_tokens = () if self.ignore_eos else tuple(eos_token_ids)
         tokens, seed = as_tokens(prompt), self.sampling.seed
         requests: list[Request] = []
-        for index, guide in enumerate(guides):
+        for index in range(self.n):
             request = Request(
                 request_id if self.n == 1 else f"{request_id}#{index}",
                 tokens,
@@ -108,7 +109,7 @@ class GenerationParams:
                 namespace=namespace,
                 logprobs=self.logprobs,
                 prompt_logprobs=self.prompt_logprobs if index == 0 else None,
-                guide=guide,
+                guide=None if guide is None else guide.copy(),
                 sample_of=requests[0] if requests else None,
             )
             requests.append(request)

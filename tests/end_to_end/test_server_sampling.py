@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import threading
 from typing import Any
 
 import pytest
 
 from radixkv.scheduler import GenerationOutput, GenerationParams, Guided, SamplingParams
+from radixkv.scheduler.text import TextTokenizer
 
 from .test_server import CHAT, COMPLETIONS, MESSAGES, PROMPTS, llm, served, texts
 
@@ -148,3 +151,19 @@ def test_guided_outputs(llm, path, fields, guided):
     assert text == texts(events) == output.text
     if guided == Guided(json=SCHEMA):
         assert json.loads(text)["size"] in (1, 22, 333)
+
+
+def test_a_grammar_is_compiled_once_for_all_prompts_and_not_on_the_event_loop(llm, monkeypatch):
+    guide, threads = TextTokenizer.guide, []
+
+    def watched(*given: Any) -> Any:
+        threads.append(threading.current_thread())
+        return guide(*given)
+
+    monkeypatch.setattr(TextTokenizer, "guide", watched)
+    fields = {"prompt": [PROMPTS[0]] * 3, "n": 2, "temperature": 1, "seed": 3}
+    whole, _ = ask(llm, COMPLETIONS, structured_outputs={"regex": "(ab|ba){3}"}, **fields)
+    drawn = [choice["text"] for choice in whole["choices"]]
+    assert len(drawn) == 6
+    assert all(re.fullmatch("(ab|ba){3}", text) for text in drawn)
+    assert len(threads) == 2 and threading.main_thread() not in threads  # `ask` asks twice

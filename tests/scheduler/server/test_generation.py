@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from radixkv.scheduler.request import SamplingParams
 from radixkv.scheduler.server.errors import ApiError
 from radixkv.scheduler.server.generation import GenerationEndpoint, ServedModel
-from radixkv.scheduler.server.schema import ChatBody, CompletionBody, Message, StructuredOutputs
-from radixkv.scheduler.text import Guided
+from radixkv.scheduler.server.schema import ChatBody, CompletionBody, Message
 
 MAX_LEN = 40
 CHARS = 3
@@ -115,14 +114,11 @@ def test_every_field_reaches_the_engine_and_the_others_have_openais_defaults(
     assert params.prompt_logprobs == fields.get("prompt_logprobs")
 
 
-def test_seeds_are_drawn_from_all_there_are_and_the_guide_is_passed_on() -> None:
+def test_seeds_are_drawn_from_all_there_are() -> None:
     for seed in (None, -1):
         drawn = [endpoint()._params(body(False, seed=seed), 1) for _ in range(64)]
         seeds = {each.sampling.seed for each in drawn}
         assert len(seeds) > 60 and max(seeds) >= 2**30
-    assert drawn[0].guided is None
-    guided = body(True, structured_outputs=StructuredOutputs(regex="a"))
-    assert endpoint()._params(guided, 1).guided == Guided(regex="a")
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1])

@@ -256,6 +256,30 @@ def test_variables_of_the_template_are_the_callers() -> None:
         assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
 
 
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("structured_outputs", {"regex": "a"}),
+        ("structured_outputs", {"choice": ["a", "b"]}),
+        ("structured_outputs", {"json": {"a": ["b"]}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}),
+    ],
+)
+def test_what_the_text_must_be_has_so_many_bytes(name: str, value: Any, more: int) -> None:
+    rest = 2**16 - len(json.dumps(value, separators=(",", ":"))) + more
+    text = json.dumps(value).replace('"a"', f'"{"a" * (1 + rest)}"')
+    body = of({**CHAT, name: json.loads(text)})
+    if not more:
+        assert body.guided()
+        return
+    with pytest.raises(ApiError) as refused:
+        body.guided()
+    message = f"{name} has 65537 bytes of JSON: the server takes at most 65536"
+    assert (refused.value.status, refused.value.message) == (400, message)
+    assert refused.value.param == name
+
+
 JSON_SCHEMA = {"name": "a", "schema": {"type": "string"}}
 GUIDED: list[tuple[dict[str, Any] | None, dict[str, Any] | None, Any]] = [
     (None, None, None),
