@@ -98,16 +98,20 @@ class ServedModel:
             ApiError: see `encode`; also for messages and variables that are not supported.
         """
         tokenizer, turns = self.tokenizer(), conversation(messages)
-        self._check_chars(tokenizer, sum(len(turn["content"]) for turn in turns), "messages")
-        return tokenizer.encode_chat(turns, **template_variables(variables))
+        # A template may write anything of a message, and of the variables.
+        text = tokenizer.render_chat(turns, **template_variables(variables))
+        self._check_chars(tokenizer, len(text), "messages")
+        return tokenizer.encode(text, add_special_tokens=False)
 
     def _check_chars(self, tokenizer: TextTokenizer, num_chars: int, param: str) -> None:
         """Refuse a text before the work of making tokens of it."""
         if num_chars > self.max_model_len * tokenizer.max_token_chars:
+            length = f"the prompt has {num_chars} characters"
+            if param == "messages":
+                length = f"the messages have {num_chars} characters with the chat template"
             raise ApiError(
                 400,
-                f"the {param} {'has' if param == 'prompt' else 'have'} {num_chars} characters: the "
-                f"model takes at most {self.max_model_len} tokens, of up to "
+                f"{length}: the model takes at most {self.max_model_len} tokens, of up to "
                 f"{tokenizer.max_token_chars} characters each",
                 param=param,
                 code="context_length_exceeded",

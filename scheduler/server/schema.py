@@ -312,10 +312,8 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
 
     def num_chars(self) -> int:
         """Return how much text there is to make tokens of."""
-        contents = [message.content for message in self.messages]
-        parts = [len(each) if isinstance(each, str) else _num_part_chars(each) for each in contents]
         variables = msgspec.json.encode(self.chat_template_kwargs or {})
-        return sum(parts) + _MIN_CHARS * len(parts) + len(variables)
+        return sum(map(_num_message_chars, self.messages)) + len(variables)
 
     def num_logprobs(self) -> int | None:
         """Return `GenerationParams.logprobs`.
@@ -409,8 +407,11 @@ def template_variables(variables: Mapping[str, Any] | None) -> Mapping[str, Any]
     return variables
 
 
-def _num_part_chars(parts: list[TextPart]) -> int:
-    return sum(_MIN_CHARS + len(part.text or "") for part in parts)
+def _num_message_chars(message: Message) -> int:
+    num_chars = _MIN_CHARS + len(message.role) + len(message.name or "")
+    if isinstance(message.content, str):
+        return num_chars + len(message.content)
+    return num_chars + sum(_MIN_CHARS + len(part.text or "") for part in message.content)
 
 
 def _is_same(value: object, neutral: object) -> bool:

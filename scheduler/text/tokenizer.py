@@ -44,13 +44,23 @@ class TextTokenizer:
         """
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a prompt, with the special tokens that the tokenizer adds.
 
         Raises:
             RequestError: if text is not a str, or half of a surrogate pair is in it.
         """
-        return self._encode(text, add_special_tokens=True)
+        if not isinstance(text, str):
+            raise RequestError(f"a prompt must be text or token ids, got {text!r}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not text: {error}") from error
+        # A batch, because `encode` holds the GIL.
+        [encoding] = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return list(encoding.ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> list[int]:
         """Return the tokens of a conversation, up to where the model's answer begins.
@@ -64,8 +74,16 @@ class TextTokenizer:
             ChatTemplateError: if there is no chat template, or it refuses the messages.
             MissingExtraError: if the library ``jinja2`` is not installed.
         """
-        text = self._template.render(messages, **variables)
-        return self._encode(text, add_special_tokens=False)  # which the template has written
+        text = self.render_chat(messages, **variables)
+        return self.encode(text, add_special_tokens=False)  # which the template has written
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> str:
+        """Return the text of a conversation, of which `encode_chat` returns the tokens.
+
+        Raises:
+            RequestError, ChatTemplateError, MissingExtraError: see `encode_chat`.
+        """
+        return self._template.render(messages, **variables)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens, without special ones."""
@@ -98,16 +116,3 @@ class TextTokenizer:
     def detokenizer(self) -> Detokenizer:
         """Return a decoder of tokens that come one after another."""
         return Detokenizer(self._tokenizer)
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if not isinstance(text, str):
-            raise RequestError(f"a prompt must be text or token ids, got {text!r}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is not text: {error}") from error
-        # A batch, because `encode` holds the GIL.
-        [encoding] = self._tokenizer.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )
-        return list(encoding.ids)

@@ -434,7 +434,7 @@ def test_long_texts_are_tokenized_by_another_thread(llm, monkeypatch, path, more
         return encode(*args)
 
     monkeypatch.setattr(ServedModel, encode.__name__, watched)
-    num_others = 64 if path == COMPLETIONS else 64 + len("{}")
+    num_others = 64 if path == COMPLETIONS else 64 + len("user{}")
     text = "the cache holds " * 20
     text = text[: 200 - num_others + more]
     messages = [{"role": "user", "content": text}]

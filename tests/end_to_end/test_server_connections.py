@@ -465,20 +465,24 @@ def test_clients_that_leave_in_the_middle_of_a_stream(llm):
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_text_that_cannot_fit_is_not_made_tokens_of(llm, more):
     num_chars = 128 * llm.tokenizer.max_token_chars + more
-    message = (
-        f"characters: the model takes at most 128 tokens, of up to "
-        f"{llm.tokenizer.max_token_chars} characters each"
+    limit = (
+        f"the model takes at most 128 tokens, of up to {llm.tokenizer.max_token_chars} characters "
+        "each"
     )
+    message = f"characters: {limit}"
+    of_chat = f"characters with the chat template: {limit}"
     text = "x" * num_chars
 
     @in_loop
     async def test() -> None:
         async with served(llm) as server:
-            messages = [{"role": "user", "content": text}]
+            messages = [{"role": "user", "content": "x"}]
+            around = len(llm.tokenizer.render_chat(messages)) - 1
+            messages = [{"role": "user", "content": text[around:]}]
             for path, fields, problem in (
                 (COMPLETIONS, {"prompt": text}, f"the prompt has {num_chars} {message}"),
                 ("/tokenize", {"prompt": text}, f"the prompt has {num_chars} {message}"),
-                (CHAT, {"messages": messages}, f"the messages have {num_chars} {message}"),
+                (CHAT, {"messages": messages}, f"the messages have {num_chars} {of_chat}"),
             ):
                 answer = await server.post(path, **fields)
                 if more:

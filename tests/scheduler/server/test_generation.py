@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +25,11 @@ class Tokenizer:
 
     max_token_chars = CHARS
 
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [0] * add_special_tokens + [ord(letter) for letter in text]
 
-    def encode_chat(self, turns: list[dict[str, str]], **variables: Any) -> list[int]:
-        return [*self.encode("".join(turn["content"] for turn in turns)), len(variables)]
+    def render_chat(self, turns: list[dict[str, str]], **variables: str) -> str:
+        return "".join(text for turn in (*turns, variables) for text in turn.values())
 
 
 def model(tokenizer: Any = None) -> ServedModel:
@@ -124,23 +126,30 @@ def test_seeds_are_drawn_from_all_there_are() -> None:
 @pytest.mark.parametrize("more", [-1, 0, 1])
 def test_a_text_that_cannot_fit_is_refused_before_it_is_made_tokens_of(more: int) -> None:
     length = MAX_LEN * CHARS + more
-    text, half = "a" * length, length // 2
-    messages = [Message(role="user", content=each) for each in (text[:half], text[half:])]
     served = model(Tokenizer())
-    asked = [
-        ("prompt has", "prompt", lambda: served.encode(text)),
-        ("messages have", "messages", lambda: served.encode_chat(messages, {"a": 1})),
+
+    def chat_of(num_role: int, num_name: int, num_content: int, num_variable: int) -> list[int]:
+        message = Message(role="a" * num_role, name="a" * num_name, content="a" * num_content)
+        return served.encode_chat([message], {"x": "a" * num_variable})
+
+    asked: list[tuple[str, str, Callable[[], list[int]]]] = [
+        (f"prompt has {length} characters", "prompt", lambda: served.encode("a" * length))
     ]
+    for place in range(4):  # a template may write any of these
+        sizes = [1] * 4
+        sizes[place] = length - 3
+        what = f"messages have {length} characters with the chat template"
+        asked.append((what, "messages", partial(chat_of, *sizes)))
     for what, param, encode in asked:
         if more <= 0:
-            assert encode() == [97] * length + [1] * (param == "messages")
+            assert encode() == [0] * (param == "prompt") + [97] * length
             continue
         with pytest.raises(ApiError) as refused:
             encode()
         error = refused.value
         assert error.message == (
-            f"the {what} {length} characters: the model takes at most {MAX_LEN} tokens, of up to "
-            f"{CHARS} characters each"
+            f"the {what}: the model takes at most {MAX_LEN} tokens, of up to {CHARS} characters "
+            "each"
         )
         assert (error.status, error.param, error.code) == (400, param, "context_length_exceeded")
 
@@ -148,14 +157,14 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_made_tokens_of(more: int
 def test_prompts_are_made_tokens_of_unless_they_are_tokens() -> None:
     encode = endpoint(Tokenizer())._encode
     asked: list[tuple[Any, Any]] = [
-        ("ab", [[97, 98]]),
-        (["a", "b"], [[97], [98]]),
+        ("ab", [[0, 97, 98]]),
+        (["a", "b"], [[0, 97], [0, 98]]),
         ([[1], [2]], [[1], [2]]),
     ]
     for prompt, tokens in asked:
         assert encode(CompletionBody(model="m", prompt=prompt)) == tokens
-    messages = [Message(role="user", content="a")]
-    assert encode(ChatBody(model="m", messages=messages)) == [[97, 0]]
+    messages = [Message(role="b", content="a")]
+    assert encode(ChatBody(model="m", messages=messages)) == [[98, 97]]
 
 
 def test_another_model_and_texts_without_a_tokenizer_are_refused() -> None:

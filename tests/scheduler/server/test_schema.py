@@ -93,14 +93,21 @@ def test_adjustments_are_those_that_are_given(names: set[str]) -> None:
 
 
 @settings(max_examples=30)
-@given(st.lists(texts | st.lists(texts | st.none(), max_size=3), max_size=4))
-def test_every_text_and_message_costs_what_it_is_long_and_some_more(contents: list[Any]) -> None:
+@given(
+    st.lists(texts | st.lists(texts | st.none(), max_size=3), max_size=4),
+    texts,
+    st.none() | texts,
+)
+def test_every_text_and_message_costs_what_it_is_long_and_some_more(
+    contents: list[Any], role: str, name: str | None
+) -> None:
     def cost(text: str | None) -> int:
         return 64 + len(text or "")
 
     messages = [
         {
-            "role": "user",
+            "role": role,
+            "name": name,
             "content": content
             if isinstance(content, str)
             else [{"type": "text", "text": part} for part in content],
@@ -111,6 +118,7 @@ def test_every_text_and_message_costs_what_it_is_long_and_some_more(contents: li
     total = sum(
         cost(each) if isinstance(each, str) else 64 + sum(map(cost, each)) for each in contents
     )
+    total += len(contents) * (len(role) + len(name or ""))
     assert body.num_chars() == total + len("{}")
     given_one = parse(json.dumps({**CHAT, "chat_template_kwargs": {"a": 1}}).encode(), ChatBody)
     assert given_one.num_chars() == len('{"a":1}')
