@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import functools
 import json
 from itertools import pairwise
@@ -16,7 +18,7 @@ from radixkv.scheduler.text import Detokenizer
 from radixkv.scheduler.text.output_text import OutputText
 from radixkv.scheduler.text.stop_strings import StopStrings
 
-from ...tokenizers import TEXTS, byte_fallback, byte_level, words
+from ...tokenizers import SPECIAL, TEXTS, byte_fallback, byte_level, words
 
 MAKERS = {make.__name__: functools.cache(make) for make in (byte_level, byte_fallback, words)}
 ADDED = ("<think>", "</think>", "é🙂")
@@ -34,6 +36,36 @@ def with_added(kind: str) -> Tokenizer:
 def ids(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
     """Count negative tokens from the end of the vocabulary."""
     return [token if token >= 0 else tokenizer.get_vocab_size() + token for token in tokens]
+
+
+@functools.cache
+def with_mark(kind: str) -> tuple[Tokenizer, int]:
+    """Return the same with one more token, which is no text of another."""
+    tokenizer = Tokenizer.from_str(with_added(kind).to_str())
+    tokenizer.add_tokens([AddedToken(MARK, special=False, normalized=False)])
+    return tokenizer, tokenizer.get_vocab()[MARK]
+
+
+MARK = "\ue000"
+
+
+def decoded(kind: str, tokens: list[int]) -> str:
+    """Return the text of all tokens, decoded at once with a mark between the parts of long runs."""
+    tokenizer, mark = with_mark(kind)
+    marked: list[int] = []
+    run = b""
+    for token in tokens:
+        name = tokenizer.id_to_token(token) if token < mark else None
+        if name in (None, *SPECIAL):
+            continue
+        marked.append(token)
+        run = run + bytes([int(name[3:5], 16)]) if name.startswith("<0x") else b""
+        if len(run) == 16:
+            reader = codecs.getincrementaldecoder("utf-8")("replace")
+            reader.decode(run)
+            run, _ = reader.getstate()  # an unfinished character
+            marked.insert(len(marked) - len(run), mark)
+    return tokenizer.decode(marked).replace(MARK, "")
 
 
 def chunks_of(tokens: list[int], cuts: list[int]) -> list[list[int]]:
@@ -60,12 +92,78 @@ def test_increments_are_the_decoding_of_all(kind, tokens, text, cuts):
         before = detokenizer.text
         so_far = [t for part in chunks_of(tokens, cuts)[: number + 1] for t in part]
         shown = detokenizer.text + detokenizer.pending
-        assert tokenizer.decode(so_far).startswith(shown)
+        assert decoded(kind, so_far).startswith(shown)
         assert not detokenizer.pending.endswith("�")
     detokenizer.finish()
-    assert detokenizer.text == tokenizer.decode(tokens)
+    assert detokenizer.text == decoded(kind, tokens)
     assert detokenizer.text.startswith(before)
     assert detokenizer.pending == ""
+
+
+class Counting:
+    """Counts the tokens that are decoded."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.num_decoded = 0
+
+    def decode(self, tokens: list[int], **options: Any) -> str:
+        self.num_decoded += len(tokens)
+        return self._tokenizer.decode(tokens, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def byte_tokens(kind: str) -> list[str]:
+    """Return the name of the token of each byte; letters that have a token are no bytes."""
+    if kind == "byte_fallback":
+        return [chr(byte) if chr(byte) in "abc" else f"<0x{byte:02X}>" for byte in range(256)]
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    places = dict(zip(printable, printable, strict=True))
+    places |= {byte: 256 + index for index, byte in enumerate(others)}
+    return [chr(places[byte]) for byte in range(256)]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@given(
+    runs=st.lists(
+        st.tuples(
+            st.sampled_from(
+                [b"\n", b" ", b"a", "é".encode(), "🙂".encode(), "�".encode(), b"\xe2", b"\xff"]
+            ),
+            st.integers(1, 40),
+        ),
+        max_size=5,
+    ),
+    cuts=st.lists(st.integers(0, 1000), max_size=5),
+)
+@example(runs=[(b"\n", 200)], cuts=[])
+@example(runs=[("�".encode(), 100)], cuts=[])
+@example(runs=[(b" ", 20), (b"\xff", 1)], cuts=[])
+def test_a_run_without_end_has_text_and_takes_no_longer_for_each_token(kind, runs, cuts):
+    tokenizer, vocabulary = with_added(kind), with_added(kind).get_vocab()
+    names = byte_tokens(kind)
+    written = b"".join(unit * number for unit, number in runs)
+    tokens = [vocabulary[names[byte]] for byte in written]
+    counting = Counting(tokenizer)
+    detokenizer = Detokenizer(counting)  # type: ignore[arg-type]
+    for number, token in enumerate(tokens, start=1):
+        counting.num_decoded = 0
+        detokenizer.push([token])
+        assert counting.num_decoded <= 60
+        assert len(decoded(kind, tokens[:number])) - len(detokenizer.text) <= 16
+    in_chunks = Detokenizer(tokenizer)
+    for chunk in chunks_of(tokens, cuts):
+        in_chunks.push(chunk)
+    for each in (detokenizer, in_chunks):
+        each.finish()
+        assert each.text == decoded(kind, tokens)
+    with contextlib.suppress(UnicodeDecodeError):
+        text = written.decode()
+        assert detokenizer.text == tokenizer.decode(tokens)
+        assert kind == "byte_fallback" or detokenizer.text == text
 
 
 LETTERS = ("ð", "Ł", "ļ", "Ģ", "!")
@@ -102,20 +200,6 @@ def test_special_and_unknown_tokens_have_no_text():
 
 
 def test_a_long_text_is_decoded_piece_by_piece():
-    class Counting:
-        """Counts the tokens that are decoded."""
-
-        def __init__(self, tokenizer: Tokenizer) -> None:
-            self._tokenizer = tokenizer
-            self.num_decoded = 0
-
-        def decode(self, tokens: list[int], **options: Any) -> str:
-            self.num_decoded += len(tokens)
-            return self._tokenizer.decode(tokens, **options)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._tokenizer, name)
-
     tokenizer = byte_level()
     tokens = tokenizer.encode(" ".join(TEXTS * 10)).ids
     counting = Counting(tokenizer)
@@ -152,7 +236,7 @@ def test_stop_strings_are_found_as_soon_as_they_are_there(parts, strings, pendin
         assert held == max(ends, default=0)
 
 
-class Counting(str):
+class CountingText(str):
     """A text that counts the characters of its parts that are taken."""
 
     __slots__ = ()
@@ -160,19 +244,19 @@ class Counting(str):
 
     def __getitem__(self, part: Any) -> str:
         taken = super().__getitem__(part)
-        Counting.num_taken += len(taken)
+        CountingText.num_taken += len(taken)
         return taken
 
 
 def test_a_long_text_is_searched_piece_by_piece():
     stops = StopStrings(["abab", "bb"])
-    Counting.num_taken = 0
-    text = Counting("ab" + 500 * "ac")
+    CountingText.num_taken = 0
+    text = CountingText("ab" + 500 * "ac")
     for length in range(1, len(text) + 1):
-        so_far = Counting(str(text)[:length])
+        so_far = CountingText(str(text)[:length])
         assert stops.find(so_far) is None
         stops.count_held(so_far)
-    assert Counting.num_taken < 20 * len(text)
+    assert CountingText.num_taken < 20 * len(text)
 
 
 # The text of an output
@@ -188,9 +272,9 @@ def test_a_long_text_is_searched_piece_by_piece():
 def test_the_text_ends_before_the_first_stop_string(kind, tokens, text, strings, cuts):
     tokenizer = with_added(kind)
     tokens = tokenizer.encode(text).ids + ids(tokenizer, tokens)
-    expected, num_used = tokenizer.decode(tokens), None
+    expected, num_used = decoded(kind, tokens), None
     for number in range(1, len(tokens) + 1):
-        so_far = tokenizer.decode(tokens[:number]).rstrip("�")
+        so_far = decoded(kind, tokens[:number]).rstrip("�")
         places = [so_far.find(string) for string in strings if string in so_far]
         if places:
             expected, num_used = so_far[: min(places)], number
