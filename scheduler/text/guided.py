@@ -100,6 +100,7 @@ class TokenGuide:
         self._matcher = matcher
         self._end_token_ids = end_token_ids
         self._num_taken = 0
+        self._has_ended = False
 
     def copy(self) -> TokenGuide:
         """Return a guide for another output of the same kind, at its beginning."""
@@ -109,15 +110,23 @@ class TokenGuide:
     def allow(self, output_tokens: Sequence[int], words: Int32Array) -> None:
         """Write the tokens that may follow an output; see ``Guide.allow``."""
         matcher = self._matcher
-        matcher.consume_tokens(list(output_tokens[self._num_taken :]))
-        self._num_taken = len(output_tokens)
         words[:] = 0
-        if not matcher.is_error():
-            mask = np.frombuffer(matcher.compute_bitmask(), np.int32)[: len(words)]
-            words[: len(mask)] = mask
-        if matcher.is_error() or not words.any():
-            # Nothing can follow: end the output rather than leave the grammar.
-            _LOGGER.warning("a guided output ends early: %s", matcher.get_error().split("\n")[0])
+        for token in output_tokens[self._num_taken :]:
+            # The matcher takes no token after its end, of which a request may ask for more.
+            if self._has_ended or not matcher.consume_token(token):
+                break
+            self._has_ended = token in self._end_token_ids
+        self._num_taken = len(output_tokens)
+        if not self._has_ended:
+            if not matcher.is_error():
+                mask = np.frombuffer(matcher.compute_bitmask(), np.int32)[: len(words)]
+                words[: len(mask)] = mask
+            if matcher.is_error() or not words.any():
+                # Nothing can follow: end the output rather than leave the grammar.
+                problem = matcher.get_error().split("\n")[0]
+                _LOGGER.warning("a guided output ends early: %s", problem)
+                self._has_ended = True
+        if self._has_ended:
             for token in self._end_token_ids:
                 if token // 32 < len(words):
                     words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)

@@ -17,6 +17,7 @@ from radixkv.scheduler import Engine, GenerationParams, Guided, RequestError, Sa
 from radixkv.scheduler.gateway.gateway import Gateway
 from radixkv.scheduler.models import MissingExtraError, make_tiny_checkpoint
 from radixkv.scheduler.text import TextTokenizer
+from radixkv.scheduler.text.guided import _LOGGER
 
 from ..tokenizers import add_tokenizer
 from .conftest import assert_nothing_leaked, fresh
@@ -236,6 +237,33 @@ def test_an_end_token_without_a_bit_is_left_out(directory):
     words = np.zeros(11, np.int32)
     guide.allow([5, 6, 7, 8], words)
     assert words.tolist() == [2, *[0] * 10]
+
+
+@settings(max_examples=40)
+@given(
+    written=st.sampled_from(["the keys", "the", "thx"]),
+    after=st.lists(st.integers(0, 339), max_size=6),
+    ends=st.booleans(),
+    cuts=st.sets(st.integers(0, 20)),
+)
+def test_a_warning_says_once_that_an_output_ends_early(directory, written, after, ends, cuts):
+    """There is none of what comes after the end, which a request may ask for."""
+    tokenizer = TextTokenizer(directory)
+    guide = tokenizer.guide(Guided(choice=["the keys"]), {1})
+    tokens = [*tokenizer.encode(written), *[1] * ends, *after]
+    words = np.zeros(11, np.int32)
+    messages: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_LOGGER, "warning", lambda text, *args: messages.append(text % args))
+        for stop in sorted({*(cut for cut in cuts if cut < len(tokens)), len(tokens)}):
+            guide.allow(tokens[:stop], words)
+    ends_in_time = written == "the keys" and ends
+    if ends_in_time:
+        assert words.tolist() == [2, *[0] * 10]
+    assert len(messages) <= (not ends_in_time)
+    if written == "thx":
+        text = 'a guided output ends early: Parser Error: token "x" doesn\'t satisfy the grammar'
+        assert [message[: len(text)] for message in messages] == [text]
 
 
 def test_a_copy_of_a_guide_is_at_its_beginning_whatever_the_other_does(directory):
