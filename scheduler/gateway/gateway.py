@@ -9,10 +9,10 @@ from math import inf
 
 from ...kvcache import RequestTooLargeError
 from ..errors import RequestError, RoutingError
-from ..handoff.gateway_messages import CacheUpdate
+from ..handoff.gateway_messages import MAX_NEW_TOKENS, CacheUpdate
 from ..handoff.messages import AttemptKey, Hits, NodeId
 from ..handoff.records import max_tokens
-from ..request import Request, RequestStatus, TokenLogprob
+from ..request import MAX_STOP_TOKEN_IDS, Request, RequestStatus, TokenLogprob
 from .retries import Answer, Begin, Cancel, RequestRetrier
 from .router import CacheSize, Route, Router
 
@@ -118,7 +118,8 @@ class Gateway:
 
         Raises:
             RequestError: if it was added before, its id is live, or it asks for what nodes do not
-                do: a guide, log probabilities of the prompt, or those of too many tokens.
+                do: a guide, log probabilities of the prompt, or those of too many tokens, or for
+                too many tokens or stop tokens.
         """
         if request.guide is not None:
             raise RequestError(f"request {request.request_id!r}: nodes do not guide outputs")
@@ -135,6 +136,14 @@ class Gateway:
                 f"{request.max_new_tokens}"
             )
         request_id = request.request_id
+        for what, number, limit in (
+            ("new tokens", request.max_new_tokens, MAX_NEW_TOKENS),
+            ("stop tokens", len(request.stop_token_ids), MAX_STOP_TOKEN_IDS),
+        ):
+            if number > limit:
+                raise RequestError(
+                    f"request {request_id!r}: nodes take at most {limit} {what}, got {number}"
+                )
         if request_id in self._names:
             raise RequestError(f"request {request_id!r} is already active")
         if request.status is not RequestStatus.WAITING or request.output_tokens:

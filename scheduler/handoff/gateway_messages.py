@@ -120,6 +120,9 @@ class FollowAttempt:
     num_tokens: int
 
 
+MAX_NEW_TOKENS: Final = 1 << 17
+"""Limit per request: its output tokens travel in one message."""
+
 MAX_PROGRESS_ATTEMPTS: Final = 1024
 MAX_PROGRESS_TOKENS: Final = 8192
 """Limits of one ``Progress``, so that it never delays other messages; the rest comes next.

@@ -33,7 +33,7 @@ from .schema import (
 from .streams import merge
 
 _DEFAULT_COMPLETION_TOKENS: Final = 16
-"""OpenAI's default of ``max_tokens`` for completions; a chat may use all that is left."""
+"""OpenAI's default of ``max_tokens`` for completions; a chat may use all that the engine can."""
 
 _NUM_SHORT_CHARS: Final = 2048
 """Characters of prompts that the event loop makes tokens of itself: some 0.1 ms of it."""
@@ -214,7 +214,9 @@ class GenerationEndpoint:
                 code="context_length_exceeded",
             )
         if limit is None:
-            limit = room if isinstance(body, ChatBody) else min(room, _DEFAULT_COMPLETION_TOKENS)
+            is_chat = isinstance(body, ChatBody)
+            most = self._model.engine.max_new_tokens if is_chat else _DEFAULT_COMPLETION_TOKENS
+            limit = min(room, most)
         return GenerationParams(
             max_tokens=limit,
             sampling=SamplingParams(

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 from ...kvcache import Tokens
 from ..engine import Engine
 from ..errors import RequestError, StreamError
+from ..request import MAX_TOKENS
 from ..text import Guided, TextTokenizer
 from ..text.guided import TokenGuide
 from .engine_thread import Consumer, EngineThread
@@ -36,6 +37,7 @@ class AsyncEngine:
 
     Attributes:
         tokenizer: the tokenizer, or None.
+        max_new_tokens: limit of an output in tokens, besides that of the model.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class AsyncEngine:
         eos_token_ids: Collection[int] = (),
         poll_s: float | None = None,
         failures: dict[str, str] | None = None,
+        max_new_tokens: int = MAX_TOKENS,
     ) -> None:
         """Start the thread of an engine.
 
@@ -56,11 +59,13 @@ class AsyncEngine:
             eos_token_ids: tokens that end every output, such as `ModelConfig.eos_token_ids`.
             poll_s: how often to step an engine without work; None for never.
             failures: why ended requests have failed, by id; those that were told are removed.
+            max_new_tokens: most tokens of an output that the engine takes, which refuses more.
 
         Raises:
             RuntimeError: if there can be no more threads; the engine is closed then.
         """
         self.tokenizer = tokenizer
+        self.max_new_tokens = max_new_tokens
         self._eos_token_ids = frozenset(eos_token_ids)
         self._names = itertools.count()
         self._thread = EngineThread(engine, poll_s=poll_s, failures=failures)

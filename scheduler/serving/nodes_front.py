@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final, Protocol, cast
 
 from ..engine import Engine
+from ..handoff.gateway_messages import MAX_NEW_TOKENS
 from ..request import Request
 from ..text import TextTokenizer
 from .async_engine import AsyncEngine
@@ -63,7 +64,12 @@ def serve_nodes(
     """
     front = cast(Engine, _Front(nodes, close, supervise))  # has what the thread uses of an engine
     return AsyncEngine(
-        front, tokenizer, eos_token_ids=eos_token_ids, poll_s=_POLL_S, failures=nodes.failures
+        front,
+        tokenizer,
+        eos_token_ids=eos_token_ids,
+        poll_s=_POLL_S,
+        failures=nodes.failures,
+        max_new_tokens=MAX_NEW_TOKENS,
     )
 
 

@@ -199,6 +199,11 @@ def test_numbers_out_of_range_are_refused(name, number):
             "nodes send the log probabilities of at most 24966 tokens with logprobs 20, got "
             "max_new_tokens 24967",
         ),
+        ({"max_new_tokens": 131073}, "nodes take at most 131072 new tokens, got 131073"),
+        (
+            {"max_new_tokens": 1, "stop_token_ids": range(1025)},
+            "nodes take at most 1024 stop tokens, got 1025",
+        ),
     ],
 )
 def test_nodes_refuse_what_they_cannot_send(asked, text):
@@ -206,6 +211,7 @@ def test_nodes_refuse_what_they_cannot_send(asked, text):
         Gateway().add_request(Request("a", [1], **asked), 0.0)
     assert str(refused.value) == f"request 'a': {text}"
     Gateway().add_request(Request("a", [1], 24966, logprobs=20), 0.0)
+    Gateway().add_request(Request("a", [1], 131072, stop_token_ids=range(1024)), 0.0)
 
 
 @pytest.mark.parametrize("stream", [False, True])

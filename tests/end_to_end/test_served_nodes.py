@@ -219,6 +219,15 @@ def test_a_request_that_fails_on_all_nodes(compiled, monkeypatch):
     test()
 
 
+def test_a_chat_asks_nodes_for_no_more_tokens_than_they_take(compiled):
+    @in_loop
+    async def test() -> None:
+        async with serving(compiled) as (_, nodes):
+            assert nodes.max_new_tokens == 2**17
+
+    test()
+
+
 def test_log_probabilities_over_http(compiled):
     """Those of a stream are the same, and come with their tokens."""
     fields: dict[str, Any] = {

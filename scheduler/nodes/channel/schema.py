@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from ...handoff.gateway_messages import (
+    MAX_NEW_TOKENS,
     MAX_PROGRESS_ATTEMPTS,
     MAX_PROGRESS_TOKENS,
     MAX_UPDATE_BLOCKS,
@@ -69,8 +70,6 @@ MESSAGES: Final[tuple[type, ...]] = (
 """The position of a class is its code on the wire: append new ones, and never remove one."""
 
 MAX_PROMPT_TOKENS: Final = 1 << 20
-MAX_NEW_TOKENS: Final = 1 << 17
-"""Limit per request: its output tokens travel in one message."""
 MAX_NAME_CHARS: Final = 256
 MAX_TEXT_CHARS: Final = 4096
 MAX_UNHEARD: Final = 256
