@@ -54,6 +54,9 @@ _MIN_CHARS: Final = 64
 MAX_GUIDED_BYTES: Final = 64 << 10
 """Limit of what an output must be, as JSON: a second or so of a thread compiles that much."""
 
+GrammarText = Annotated[str, Meta(max_length=8 << 10)]
+"""Terminals of other terminals cost the square of their number, also at a step."""
+
 _ADJUSTMENTS: Final = (
     "min_p",
     "repetition_penalty",
@@ -101,7 +104,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True, omit_defaults=True):
     json: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: list[str] | None = None
-    grammar: str | None = None
+    grammar: GrammarText | None = None
     json_object: Literal[True] | None = None
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -20,6 +22,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _LOGGER = logging.getLogger(__name__)
+
+_MAX_CHARS: Final = 1 << 20
+_MIN_STACK_BYTES: Final = 16 << 20
+_STACK_BYTES_PER_CHAR: Final = 1 << 10
+"""Twice what the shortest chains of references need, so that no grammar overflows the stack."""
 
 
 @dataclass(frozen=True)
@@ -153,15 +160,40 @@ class GuideMaker:
             tokenizer.to_str(), eos_token=self._end_token_ids
         )
 
-    def make(self, guided: Guided) -> TokenGuide:
-        """Return the guide of an output.
+    def start(self, guided: Guided) -> Future[TokenGuide]:
+        """Compile the guide of an output on a thread of its own, whose stack is large enough.
+
+        One thread may call this at a time: the size of the next stack is that of the process.
 
         Raises:
-            RequestError: for a schema, expression or grammar that llguidance refuses.
+            RequestError: for what is no grammar, or too long; the future has one for what
+                llguidance refuses.
         """
+        grammar = guided.compile()
+        if len(grammar) > _MAX_CHARS:
+            raise RequestError(
+                f"guided output is refused: its grammar has {len(grammar)} characters, more than "
+                f"{_MAX_CHARS}"
+            )
+        made: Future[TokenGuide] = Future()
+
+        def make() -> None:
+            try:
+                made.set_result(self._make(grammar))
+            except BaseException as error:
+                made.set_exception(error)
+
+        # A rule or definition that refers to the next, and so on, is a recursion of the library.
+        before = threading.stack_size(_MIN_STACK_BYTES + len(grammar) * _STACK_BYTES_PER_CHAR)
+        try:
+            threading.Thread(target=make, name="radixkv-guide", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+        return made
+
+    def _make(self, grammar: str) -> TokenGuide:
         from llguidance import LLMatcher
 
-        grammar = guided.compile()
         if problem := LLMatcher.validate_grammar(grammar, self._tokenizer):
             raise RequestError(f"guided output is refused: {problem.strip()}")
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)

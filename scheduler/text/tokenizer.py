@@ -18,6 +18,8 @@ from .guided import Guided, GuideMaker, TokenGuide
 class TextTokenizer:
     """The tokenizer and the chat template of a checkpoint. Threads may share it."""
 
+    _lock = threading.Lock()  # of all tokenizers, see `GuideMaker.start`
+
     def __init__(self, directory: str | Path) -> None:
         """Load ``tokenizer.json``, and the chat template if there is one.
 
@@ -34,7 +36,6 @@ class TextTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = ChatTemplate(directory)
-        self._lock = threading.Lock()
         self._guide_makers: dict[frozenset[int], GuideMaker] = {}
 
     @cached_property
@@ -111,7 +112,8 @@ class TextTokenizer:
         with self._lock:
             if ends not in self._guide_makers:
                 self._guide_makers[ends] = GuideMaker(self._tokenizer, ends)
-        return self._guide_makers[ends].make(guided)
+            made = self._guide_makers[ends].start(guided)
+        return made.result()
 
     def detokenizer(self) -> Detokenizer:
         """Return a decoder of tokens that come one after another."""

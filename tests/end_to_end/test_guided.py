@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,39 @@ def test_a_grammar_that_cannot_be_compiled_is_refused(compiled, guided, text):
     with pytest.raises(RequestError, match=f"^{re.escape(text)}"):
         compiled[0].generate(["the"], GenerationParams(4, guided=guided))
     assert not compiled[0].engine.has_work
+
+
+CHAINS = """
+import json, sys, threading
+from radixkv.scheduler.text import Guided, TextTokenizer
+tokenizer = TextTokenizer(sys.argv[1])
+tokenizer.guide(Guided(regex="a"), {1})
+before = threading.stack_size()
+definitions = {f"{i:x}": {"$ref": f"#/$defs/{i + 1:x}"} for i in range(2000)} | {"7d0": {}}
+rules = [f"r{i:x}:r{i + 1:x}" for i in range(4500)] + ['r1194:"a"', "start:r0"]
+for guided in (
+    Guided(json={"$defs": definitions, "$ref": "#/$defs/0"}),
+    Guided(grammar="\\n".join(rules)),
+    Guided(grammar="\\n".join(rules).upper().replace("START:R0", "start: R0")),
+):
+    tokenizer.guide(guided, {1})
+assert threading.stack_size() == before
+"""
+
+
+def test_a_chain_of_references_does_not_overflow_the_stack(directory):
+    done = subprocess.run([sys.executable, "-c", CHAINS, directory], capture_output=True)
+    assert (done.returncode, done.stderr.decode()) == (0, "")
+
+
+def test_a_grammar_that_would_need_too_large_a_stack_is_refused(directory):
+    guided = Guided(regex="a" * 2**20)
+    with pytest.raises(RequestError) as refused:
+        TextTokenizer(directory).guide(guided, {1})
+    assert str(refused.value) == (
+        f"guided output is refused: its grammar has {len(guided.compile())} characters, more than "
+        "1048576"
+    )
 
 
 def test_a_choice_may_have_any_character(directory):

@@ -663,6 +663,7 @@ def compilation_counter(code: ModuleType) -> None:
 
 def tokenizer_guides(code: ModuleType) -> None:
     made: list[object] = []
+    starting: list[str] = []
 
     class Maker:
         def __init__(self, tokenizer: object, ends: frozenset[int]) -> None:
@@ -670,9 +671,14 @@ def tokenizer_guides(code: ModuleType) -> None:
             sleep(0.001)
             self.is_whole = True
 
-        def make(self, guided: str) -> tuple[Maker, str]:
-            assert self.is_whole
-            return self, guided
+        def start(self, guided: str) -> Future[str]:
+            assert self.is_whole and not starting
+            starting.append(guided)
+            sleep(0.001)
+            starting.clear()
+            future: Future[str] = Future()
+            future.set_result(guided)
+            return future
 
     code.GuideMaker = Maker  # type: ignore[attr-defined]
     tokenizer = code.TextTokenizer.__new__(code.TextTokenizer)

@@ -288,6 +288,19 @@ def test_what_the_text_must_be_has_so_many_bytes(name: str, value: Any, more: in
     assert refused.value.param == name
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_grammar_has_so_many_characters(more: int) -> None:
+    fields = {**CHAT, "structured_outputs": {"grammar": "a" * (2**13 + more)}}
+    if not more:
+        assert of(fields).guided()
+        return
+    with pytest.raises(ApiError) as refused:
+        of(fields)
+    assert refused.value.message == (
+        "Expected `str` of length <= 8192 - at `$.structured_outputs.grammar`"
+    )
+
+
 JSON_SCHEMA = {"name": "a", "schema": {"type": "string"}}
 GUIDED: list[tuple[dict[str, Any] | None, dict[str, Any] | None, Any]] = [
     (None, None, None),
