@@ -163,6 +163,7 @@ class Gateway:
         self._retrier.cancel(name, "aborted")
         self._follow()
         self._ended.remove(request)  # the caller knows
+        del self.failures[request_id]
         return True
 
     # Nodes

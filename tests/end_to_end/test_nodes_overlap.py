@@ -59,7 +59,7 @@ def test_tokens_do_not_depend_on_the_depth(served, depth, num_blocks, tiers, sto
                 cluster.front.reset_cache()
     let_copies_end(cluster.d._runner)
     cluster.assert_nothing_leaked()
-    assert {*cluster.front.failures.values()} <= {"aborted"}
+    assert cluster.front.failures == {}
     for made, outputs in zip(requests, alone, strict=True):
         expected = outputs
         if made.stop_token_ids:
