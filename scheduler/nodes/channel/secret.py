@@ -55,8 +55,8 @@ def load_secret(path: str | os.PathLike[str] | None = None) -> Secret | None:
             is too short.
     """
     if path is None:
-        text = os.environ.get(ENVIRONMENT)
-        return Secret(text.encode()) if text else None
+        secret = os.environb.get(ENVIRONMENT.encode())
+        return Secret(secret) if secret else None
     try:
         with Path(path).open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode

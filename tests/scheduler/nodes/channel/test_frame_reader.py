@@ -145,6 +145,17 @@ def test_a_secret_is_read_from_a_private_file(tmp_path: Path) -> None:
         load_secret(tmp_path)
 
 
+def test_a_secret_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The file and the variable of the same bytes are the same secret."""
+    secret = bytes(range(255, 127, -1))
+    path = tmp_path / "secret"
+    path.write_bytes(secret)
+    path.chmod(0o600)
+    monkeypatch.setenv("RADIXKV_SECRET", os.fsdecode(secret))
+    keys = {found.key(b"x") for each in (path, None) if (found := load_secret(each)) is not None}
+    assert keys == {Secret(secret).key(b"x")}
+
+
 def test_a_secret_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RADIXKV_SECRET", raising=False)
     assert load_secret() is None
