@@ -11,6 +11,7 @@ from ..bench.evict import bench_evict
 from ..bench.start import bench_start
 from ..replay.trace import read_trace
 from ..terminal.console import table
+from ..terminal.interrupts import exit_on_interrupt
 from .errors import BadInputError
 from .options.common import check_memory
 from .shared.output import check_destination, emit
@@ -116,14 +117,15 @@ def _start(arguments: argparse.Namespace) -> None:
 def _step(arguments: argparse.Namespace) -> None:
     from ..bench.step import bench_step  # imports JAX
 
-    results = bench_step(
-        rows=arguments.rows,
-        max_model_len=arguments.max_model_len,
-        prompt_tokens=arguments.prompt_tokens,
-        depth=arguments.depth,
-        device_ms=arguments.device_ms,
-        waiting=arguments.waiting,
-    )
+    with exit_on_interrupt():
+        results = bench_step(
+            rows=arguments.rows,
+            max_model_len=arguments.max_model_len,
+            prompt_tokens=arguments.prompt_tokens,
+            depth=arguments.depth,
+            device_ms=arguments.device_ms,
+            waiting=arguments.waiting,
+        )
     total, *phases = results["host_us_per_step"].items()
     emit(
         arguments.json,

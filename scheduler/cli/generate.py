@@ -25,6 +25,7 @@ from ..nodes.transport import InProcessExchange, InProcessTransport
 from ..request import SamplingParams, TokenLogprob
 from ..serving import GenerationOutput, GenerationParams
 from ..terminal.console import table
+from ..terminal.interrupts import exit_on_interrupt
 from ..text import Guided, TextTokenizer, locate_model
 from .errors import BadInputError
 from .exit_status import say
@@ -185,20 +186,21 @@ def complete_with_engine(
         digest = weights_digest(arguments.model_dir)
         namespace = make_storage_namespace(model, digest, arguments.block_size)
     with publishing(arguments) as on_events, storage_of_options(arguments, namespace) as storage:
-        engine = Engine(
-            model,
-            block_size=arguments.block_size,
-            **asdict(sizes),
-            prefix_cache=not arguments.no_prefix_cache,
-            reserve_tokens=reserve_tokens(arguments),
-            preempt=arguments.preempt,
-            depth=arguments.depth or 2,
-            host=host_tier(arguments),
-            storage=storage,
-            storage_namespace=namespace,
-            on_events=on_events,
-            group=group,
-        )
+        with exit_on_interrupt():
+            engine = Engine(
+                model,
+                block_size=arguments.block_size,
+                **asdict(sizes),
+                prefix_cache=not arguments.no_prefix_cache,
+                reserve_tokens=reserve_tokens(arguments),
+                preempt=arguments.preempt,
+                depth=arguments.depth or 2,
+                host=host_tier(arguments),
+                storage=storage,
+                storage_namespace=namespace,
+                on_events=on_events,
+                group=group,
+            )
         try:
             if arguments.process_id:
                 engine.follow()
@@ -252,11 +254,15 @@ def complete_in_process(
             more |= {"storage": storage, "storage_namespace": namespace if storage else None}
             return kind(model, InProcessTransport(exchange), **options, **more)
 
-        nodes = Disaggregated(
-            [make(PrefillEngine, f"prefill-{i}") for i in range(arguments.prefill or 1)],
-            [make(DecodeEngine, f"decode-{i}", **generation) for i in range(arguments.decode or 1)],
-            stream=requests.has_stop,
-        )
+        with exit_on_interrupt():
+            nodes = Disaggregated(
+                [make(PrefillEngine, f"prefill-{i}") for i in range(arguments.prefill or 1)],
+                [
+                    make(DecodeEngine, f"decode-{i}", **generation)
+                    for i in range(arguments.decode or 1)
+                ],
+                stream=requests.has_stop,
+            )
         try:
             for request in requests:
                 nodes.add_request(request)

@@ -10,6 +10,7 @@ from ..replay import run_replay
 from ..replay.page import to_page
 from ..replay.simulation.cluster import ClusterConfig
 from ..replay.simulation.single_node import SimulationConfig
+from ..terminal.interrupts import remember_interrupts
 from .errors import BadInputError
 from .options.common import NO_EVICT, check_memory, check_needs, check_tiers, host_tier
 from .shared.output import ProgressBar, check_destination, emit
@@ -28,7 +29,13 @@ def run(arguments: argparse.Namespace) -> int:
         preempt=arguments.preempt,
     )
     clusters = _clusters(arguments, simulation)
-    with ProgressBar(quiet=arguments.quiet) as progress:
+    with ProgressBar(quiet=arguments.quiet) as bar, remember_interrupts() as is_interrupted:
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if is_interrupted():
+                raise KeyboardInterrupt
+            bar(stage, done, total)
+
         report = run_replay(
             None if arguments.trace is None else Path(arguments.trace),
             arguments.requests,
@@ -40,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
             clusters=clusters,
             progress=progress,
         )
+    if is_interrupted():
+        raise KeyboardInterrupt
     if arguments.html is not None:
         Path(arguments.html).write_text(to_page(report), encoding="utf-8")
     emit(arguments.json, report.to_json(), report.render())

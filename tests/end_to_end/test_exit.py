@@ -122,6 +122,42 @@ def test_an_interrupt_is_not_lost_in_a_callback() -> None:
     assert end(SWALLOWED) == (130, "", "radixkv: interrupted\n")
 
 
+COMMAND = """
+import gc, signal, sys
+from importlib import import_module
+from radixkv.scheduler.cli.main import main
+
+def interrupted(*_, **__):
+    gc.callbacks.append(lambda *_: signal.raise_signal(signal.SIGINT))
+    gc.collect()
+    gc.callbacks.pop()
+    raise SystemExit(77)
+
+place, name, *arguments = sys.argv[1:]
+setattr(import_module(f"radixkv.scheduler.{place}"), name, interrupted)
+sys.exit(main(arguments))
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [
+        ("cli.shared.model_loading load_model", ()),
+        ("cli.generate Engine", ()),
+        ("cli.generate PrefillEngine", ("--disaggregate", "--transport", "inprocess")),
+        ("bench.step bench_step", ("bench", "step", "--rows", 2, "--max-model-len", 512)),
+    ],
+)
+def test_an_interrupt_is_not_lost_while_a_command_starts(
+    model_dir: Callable[[str], Path], tmp_path: Path, place: str, options: tuple[object, ...]
+) -> None:
+    (tmp_path / "prompts.json").write_text("[[5]]")
+    generate = ("generate", model_dir("qwen3"), "--max-new-tokens", 1)
+    generate += ("--prompts", tmp_path / "prompts.json")
+    command = options if options and options[0] == "bench" else (*generate, *options)
+    assert end(COMMAND, *place.split(), *map(str, command)) == (130, "", "radixkv: interrupted\n")
+
+
 STARTING = """
 import gc, sys, time
 from radixkv.scheduler.cli.main import main

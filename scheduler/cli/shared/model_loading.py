@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from ...engine.calls import Group
 from ...models import Model, load_model, tensor_parallel_mesh
+from ...terminal.interrupts import exit_on_interrupt
 
 
 def mesh_of_options(arguments: argparse.Namespace, group: Group | None = None) -> Mesh | None:
@@ -22,6 +23,7 @@ def mesh_of_options(arguments: argparse.Namespace, group: Group | None = None) -
 
 
 def load_model_of_options(arguments: argparse.Namespace, group: Group | None = None) -> Model:
-    """Load the model of ``arguments.model_dir``, with the options' dtype and devices."""
+    """Load the model of ``arguments.model_dir``; ctrl-C ends the process meanwhile."""
     mesh = mesh_of_options(arguments, group)
-    return load_model(arguments.model_dir, arguments.dtype or "auto", mesh=mesh)
+    with exit_on_interrupt():
+        return load_model(arguments.model_dir, arguments.dtype or "auto", mesh=mesh)

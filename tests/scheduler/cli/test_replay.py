@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,25 @@ def test_a_real_replay_that_skips_a_malformed_line(
     assert outcome.stdout.strip()
     assert outcome.stderr == ""
     assert isinstance(json.loads(path.read_text()), dict)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_an_interrupt_ends_a_replay_also_without_its_exception(
+    radixkv: Any, trace: Path, monkeypatch: pytest.MonkeyPatch, is_last: bool
+) -> None:
+    """Python may print and lose that."""
+
+    def run_replay(*_: object, progress: Any, **__: object) -> FakeReport:
+        progress("a stage", 0, 2)
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        if not is_last:
+            progress("a stage", 1, 2)
+            raise AssertionError("it goes on")
+        return FakeReport(True)
+
+    monkeypatch.setattr(replay, "run_replay", run_replay)
+    assert radixkv("replay", trace) == (130, "", "radixkv: interrupted\n")
 
 
 def test_a_malformed_line_is_refused(radixkv: Any, trace: Path) -> None:
