@@ -182,13 +182,13 @@ class Engine:
             self._runner.dispatch()
             return self._end_step()
         if len(self._in_flight) == self.scheduler.depth:  # a ctrl-C has ended the last wait
+            self._sample()
             self._read()
         plan = self.scheduler.schedule()
         self._runner.start(plan)
-        while not self._runner.sample():
-            self._read()
         if plan.num_chunks:
             self._in_flight.append(plan)
+        self._sample()
         if self._in_flight and (
             not plan.num_chunks or len(self._in_flight) == self.scheduler.depth
         ):
@@ -196,6 +196,11 @@ class Engine:
         elif not plan.num_chunks:
             self._runner.wait()
         return self._end_step()
+
+    def _sample(self) -> None:
+        """Choose the tokens of the last step, after the steps before it that it needs."""
+        while not self._runner.sample():
+            self._read()
 
     def _end_step(self) -> list[Request]:
         if self._on_events is not None:
@@ -266,6 +271,7 @@ class Engine:
         if params is not None:
             self._runner.check_params(params, weights_revision)
         check_namespaces("keep", keep)
+        self._sample()
         while self._in_flight:
             self._read()
         self.scheduler.reset_cache(keep, weights_revision)

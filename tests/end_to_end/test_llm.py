@@ -26,6 +26,7 @@ from radixkv.scheduler import (
     ConfigError,
     EngineClosedError,
     GenerationParams,
+    Guided,
     RequestError,
     SamplingParams,
 )
@@ -196,7 +197,8 @@ def assert_goes_on(llm: radixkv.LLM) -> None:
 
 @pytest.mark.parametrize("number", range(1, 9))
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_wait_that_is_interrupted_loses_no_step(llm, monkeypatch, number, depth):
+@pytest.mark.parametrize("guided", [None, Guided(regex="[a-z ]{30}")])
+def test_a_wait_that_is_interrupted_loses_no_step(llm, monkeypatch, number, depth, guided):
     """With any number of steps in flight: the error comes when the tokens are there."""
     options: dict[str, Any] = {"token_budget": 32, "max_running": 4, "depth": depth}
     monkeypatch.setattr(llm, "engine", fresh(llm.engine, **options))
@@ -218,7 +220,9 @@ def test_a_wait_that_is_interrupted_loses_no_step(llm, monkeypatch, number, dept
 
     runner._results = Results()
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS, PARAMS)
+        llm.generate(PROMPTS, [PARAMS, replace(PARAMS, guided=guided), PARAMS])
+    if number % 2:
+        llm.engine.reset_cache()
     assert_goes_on(llm)
 
 
