@@ -130,7 +130,8 @@ def staging_bytes(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.model_dir)
     itemsize = model_dtype(arguments.model_dir, arguments.dtype or "auto").itemsize
     bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
-    return max(STAGING_BYTES, 2 * MAX_PART_BLOCKS * arguments.block_size * bytes_per_token)
+    block_size: int = arguments.block_size
+    return max(STAGING_BYTES, 2 * MAX_PART_BLOCKS * block_size * bytes_per_token)
 
 
 def make_timing(silence_s: float) -> Timing:

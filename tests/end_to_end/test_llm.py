@@ -33,7 +33,7 @@ from radixkv.scheduler import (
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.models import CheckpointFileError, make_tiny_checkpoint
 from radixkv.scheduler.serving.outputs import Completion
-from radixkv.scheduler.text import ChatTemplateError, Guided, ModelNotFoundError
+from radixkv.scheduler.text import ChatTemplateError, ModelNotFoundError
 
 from ..profiles import scaled
 from ..tokenizers import add_tokenizer, byte_level

@@ -227,7 +227,7 @@ def test_what_a_request_decodes_is_few_runs_though_each_block_is_copied_alone(
 def test_joining_a_decoded_path_keeps_every_block_in_its_place(
     seed: int, most_nodes: int, storage: bool
 ):
-    """`TierMemory` checks what each block holds; storage hears of the last block of a path first."""
+    """`TierMemory` checks what each block holds; storage hears of a path's last block first."""
     r = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "_MANY_NODES", most_nodes)
