@@ -197,6 +197,9 @@ class GuideMaker:
         if problem := LLMatcher.validate_grammar(grammar, self._tokenizer):
             raise RequestError(f"guided output is refused: {problem.strip()}")
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # of the first token, at which some grammars fail
         if matcher.is_error():
-            raise RequestError(f"guided output is refused: {matcher.get_error().strip()}")
+            problem = matcher.get_error().split("\n<state>")[0]
+            raise RequestError(f"guided output is refused: {problem.strip()}")
         return TokenGuide(matcher, self._end_token_ids)

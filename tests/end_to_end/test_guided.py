@@ -184,6 +184,10 @@ def nested(depth: int) -> dict[str, Any]:
         (Guided(json={"type": "strange"}), "guided output is refused: Invalid type: strange"),
         (Guided(regex="a("), "guided output is refused: at 1(8): invalid regex"),
         (Guided(grammar="start: x"), 'guided output is refused: at 1(8): unknown name: "x"'),
+        (
+            Guided(grammar="start: T\nT: " + " & ".join(f"/(.*{x}.*){{20}}/" for x in "abcde")),
+            "guided output is refused: lexer error: too many expressions constructed",
+        ),
         (Guided(json="[" * 10**5), "guided json is not a JSON schema: maximum recursion depth"),
         (Guided(json=nested(10**5)), "guided json is not a JSON schema: maximum recursion depth"),
         *(
