@@ -262,7 +262,6 @@ class EngineThread:
         except RadixKVError as error:
             for delivery in added:
                 self._engine.abort(delivery.request.request_id)
-                self._failures.pop(delivery.request.request_id, None)
             for delivery in consumer.deliveries:
                 delivery.error = error
                 self._tell_end(delivery, "refused")
@@ -274,7 +273,6 @@ class EngineThread:
         request = delivery.request
         is_open = request in self._active and request.finish_reason is None
         if is_open and self._engine.abort(request.request_id):
-            self._failures.pop(request.request_id, None)
             self._end(delivery, reason)
             self._post([delivery])
 

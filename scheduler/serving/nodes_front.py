@@ -83,6 +83,7 @@ class _Front:
         self._close = close
         self._supervise = supervise
         self.add_request = nodes.add_request
+        self.abort = nodes.abort
 
     def step(self) -> list[Request]:
         """Process what has happened; return the requests that ended."""
@@ -109,12 +110,6 @@ class _Front:
     def has_work(self) -> bool:
         """Whether any request has not ended."""
         return self._nodes.has_work
-
-    def abort(self, request_id: str) -> bool:
-        """End a request on all nodes."""
-        was_open = self._nodes.abort(request_id)
-        self._nodes.failures.pop(request_id, None)  # the caller knows
-        return was_open
 
     def close(self, timeout_s: float) -> bool:
         """Close what belongs to the nodes; their processes end in their own time."""

@@ -134,8 +134,6 @@ class Deployment:
             self.turn()
             self.nodes.abort(f"r{first}")
             self.nodes.abort(f"r{first + num_requests - 1}")
-            for number in (first, first + num_requests - 1):
-                self.nodes.failures.pop(f"r{number}", None)  # as its client does
         while self.nodes.has_work or any(engine.scheduler.num_open for engine in self.engines):
             self.turn()
         assert not self.nodes.failures
@@ -147,7 +145,6 @@ class Deployment:
         while len(request.output_tokens) < 2:
             self.turn()
         assert self.nodes.abort(request.request_id)
-        del self.nodes.failures[request.request_id]  # as its client does
         while self.nodes.has_work or any(engine.scheduler.num_open for engine in self.engines):
             self.turn()
 

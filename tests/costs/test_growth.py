@@ -125,7 +125,6 @@ def gateways() -> Iterator[object]:
             gateway.add_request(Request(f"r{number}", prompt(number % 3), 1), now)
             if number % 5 == 0:
                 gateway.abort(f"r{number}")
-                del gateway.failures[f"r{number}"]  # as its client does
         while gateway.num_open:
             now += 2.0
             gateway.tick(now)
@@ -188,7 +187,6 @@ class RefusingEngine:
         request = self._active.pop(request_id, None)
         if request is not None:
             request.finish_reason = "abort"
-            self.failures[request_id] = "aborted"  # as nodes do
         return request is not None
 
     def step(self) -> list[Request]:
@@ -196,6 +194,7 @@ class RefusingEngine:
         for request in self.advanced:
             if request.request_id.startswith("lost") and request.output_tokens:
                 self.abort(request.request_id)
+                self.failures[request.request_id] = "lost"  # as nodes do
             else:
                 request.finish_reason = request.append(7)
         ended = [each for each in self.advanced if each.finish_reason is not None]
@@ -335,6 +334,11 @@ BUGS: dict[str, tuple[Bug, ...]] = {
             "scheduler.gateway.gateway",
             ("        self._routes.pop(key, None)\n", ""),
         ),
+        bug(
+            "why an aborted request ended is kept",
+            "scheduler.gateway.gateway",
+            ("        del self.failures[request_id]\n", ""),
+        ),
     ),
     "storage": (
         bug(
@@ -378,14 +382,6 @@ BUGS: dict[str, tuple[Bug, ...]] = {
                 ("were cancelled", "not future.cancelled()"),
                 ("have failed", "future.cancelled() or not future.exception()"),
             )
-        ),
-        bug(
-            "why an aborted request ended is kept",
-            "scheduler.serving.engine_thread",
-            (
-                "            self._failures.pop(request.request_id, None)\n            self._end(",
-                "            self._end(",
-            ),
         ),
         bug(
             "requests that failed stay active",

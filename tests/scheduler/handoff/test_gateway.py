@@ -210,6 +210,19 @@ def test_only_an_attempt_that_a_node_got_is_cancelled(steps: list[str]) -> None:
                 assert action.key in run
 
 
+@pytest.mark.parametrize("state", ["waiting", "begun", "started"])
+def test_an_aborted_request_leaves_no_reason(state: str) -> None:
+    """A server with a new id for each request would keep one of each."""
+    gateway = Gateway() if state == "waiting" else make("d0")
+    gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    if state != "waiting":
+        key = begin(gateway).key
+        if state == "started":
+            gateway.started(key)
+    assert gateway.abort("a")
+    assert gateway.failures == {} and gateway.take_ended() == []
+
+
 def test_failures_have_their_reasons() -> None:
     gateway = make("d0")
     large, late = Request("large", range(100), 1), Request("late", [1], 1)
