@@ -152,10 +152,10 @@ def test_an_interrupt_is_not_lost_while_a_command_starts(
     model_dir: Callable[[str], Path], tmp_path: Path, place: str, options: tuple[object, ...]
 ) -> None:
     (tmp_path / "prompts.json").write_text("[[5]]")
-    generate = ("generate", model_dir("qwen3"), "--max-new-tokens", 1)
-    generate += ("--prompts", tmp_path / "prompts.json")
-    command = options if options and options[0] == "bench" else (*generate, *options)
-    assert end(COMMAND, *place.split(), *map(str, command)) == (130, "", "radixkv: interrupted\n")
+    if "bench" not in options:
+        prompts = ("--prompts", tmp_path / "prompts.json", "--max-new-tokens", 1)
+        options = ("generate", model_dir("qwen3"), *prompts, *options)
+    assert end(COMMAND, *place.split(), *map(str, options)) == (130, "", "radixkv: interrupted\n")
 
 
 STARTING = """

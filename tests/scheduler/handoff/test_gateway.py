@@ -238,19 +238,6 @@ def test_failures_have_their_reasons() -> None:
     assert (late.status, late.finish_reason) == (RequestStatus.ABORTED, "abort")
 
 
-@pytest.mark.parametrize("has_begun", [False, True])
-def test_an_abort_of_the_caller_is_no_failure(has_begun: bool) -> None:
-    """A loop with an id for each request would keep them all."""
-    gateway = make("d0")
-    request = Request("a", [1, 2, 3], 2)
-    gateway.add_request(request, 0.0)
-    if has_begun:
-        begin(gateway)
-    assert gateway.abort("a") and not gateway.abort("a")
-    assert (request.status, request.finish_reason) == (RequestStatus.ABORTED, "abort")
-    assert (gateway.failures, gateway.take_ended()) == ({}, [])
-
-
 def test_a_failure_names_the_request_as_the_client_does() -> None:
     gateway = make("d0")
     gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)

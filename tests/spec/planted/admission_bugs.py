@@ -231,7 +231,7 @@ ADMIT_BUGS = (
     bug(
         "the pool has a block too many",
         MANAGER,
-        ("BlockPool(num_blocks)", "BlockPool(num_blocks + 1)"),
+        ("BlockPool(self.num_blocks)", "BlockPool(self.num_blocks + 1)"),
         (
             "return self._pool.num_free + self._tree.num_idle",
             "return self._pool.num_free + self._tree.num_idle - 1",
