@@ -62,7 +62,7 @@ class TierDriverStats:
     Attributes:
         operations: number of ended operations by kind and outcome.
         copied_bytes: bytes of copied blocks by kind, without blocks that storage already had.
-        dropped_blocks: device-to-host blocks dropped for lack of room in flight, without storage's.
+        dropped_blocks: device-to-host blocks for which staging had no room before their deadline.
         errors: number of errors that ended copies, by type name, without storage's.
         open_operations: operations dispatched and not ended.
         unfenced_operations: ended operations whose blocks may still be in use.

@@ -3,8 +3,8 @@
 ::
 
     the engine's loop                              elsewhere
-    dispatch ──┬─ gather ──► staging ────────────► BackgroundWriter: threads write host blocks
-               ├─ host blocks ──► staging ──► scatter
+    dispatch ──┬─ host blocks ──► staging ──► scatter
+               ├─ gather ──► staging ────────────► BackgroundWriter: threads write host blocks
                ├─ copy within the pools
                └─ Storage.store, load ───────────► its threads read and write host blocks
     poll     ◄── results, deadlines
@@ -49,12 +49,13 @@ _PAUSE_S = 0.001
 class TierDriver:
     """Copies blocks between the device, the host tier and storage, as a manager decides.
 
-    Call it from the thread that owns the arrays. Only `warm_up`, `wait` and `close` block. Each
-    operation ends once: `poll` returns its result, or, if it was cancelled, only `fenced` returns
-    its id.
+    Call it from the thread that owns the arrays. Only `warm_up`, `wait` and `close` block, and a
+    `dispatch` for which staging has no room. Each operation ends once: `poll` returns its result,
+    or, if it was cancelled, only `fenced` returns its id.
 
     An offload copies device blocks as they are at dispatch: it gathers them into staging, so that
-    the next step may overwrite them. A load to the device copies host blocks as they are at
+    the next step may overwrite them. While staging is full, `dispatch` waits for earlier pieces to
+    be written. A load to the device copies host blocks as they are at
     dispatch. It ends at once, because every later dispatch runs after it.
     """
 
@@ -74,7 +75,8 @@ class TierDriver:
             host: memory of the host tier.
             storage: storage for the operations that have keys.
             max_bytes_in_flight: limit of the staging that waits for the host tier, which needs
-                device memory beside the pools. Blocks over the limit are dropped.
+                device memory beside the pools. A piece over the limit waits until there is room, at
+                most until the deadline of its operation; one alone may exceed it.
             max_blocks_per_copy: size of a piece, rounded up to a power of two; larger operations
                 are copied in pieces.
             num_threads: number of threads that write to the host tier.
@@ -134,7 +136,7 @@ class TierDriver:
         now = self._clock()
         entries = [self._table.add(each, now + each.timeout_s) for each in operations]
         # Operations may exchange blocks: read everything before writing anything.
-        for part in (self._read, self._copy, self._write):
+        for part in (self._read, self._offload, self._copy, self._write):
             for entry in entries:
                 self._attempt(part, entry, arrays)
         for entry in entries:
@@ -226,25 +228,53 @@ class TierDriver:
     # -- dispatch
 
     def _read(self, entry: InFlightOperation, arrays: BlockArrays) -> None:
-        """Read the blocks of an operation between device and host into staging."""
+        """Read the blocks of a load to the device into staging."""
         operation, copies = entry.operation, self._warm_copies()
-        if operation.kind is OpKind.HOST_TO_DEVICE:
-            for piece, size in copies.pieces(operation.num_blocks):
-                sources = np.zeros(size, np.int32)  # 0 is the padding row
-                ids = operation.sources[piece]
-                sources[: len(ids)] = ids
-                entry.staged.append(StagedPiece(piece, size, self._host.read(sources)))
-        elif operation.kind is OpKind.DEVICE_TO_HOST:
-            for piece, size in copies.pieces(operation.num_blocks):
-                num_bytes = size * self._host.bytes_per_block
-                if self._bytes_in_flight + num_bytes > self._max_bytes:
-                    # Leading blocks are useful without later ones, but not the reverse.
-                    self._dropped_blocks += operation.num_blocks - piece.start
-                    entry.outcome = Outcome.DROPPED
-                    return
-                staging = copies.to_host(copies.gather(arrays, operation.sources[piece], size))
-                entry.staged.append(StagedPiece(piece, size, staging))
-                self._bytes_in_flight += num_bytes
+        if operation.kind is not OpKind.HOST_TO_DEVICE:
+            return
+        for piece, size in copies.pieces(operation.num_blocks):
+            sources = np.zeros(size, np.int32)  # 0 is the padding row
+            ids = operation.sources[piece]
+            sources[: len(ids)] = ids
+            entry.staged.append(StagedPiece(piece, size, self._host.read(sources)))
+
+    def _offload(self, entry: InFlightOperation, arrays: BlockArrays) -> None:
+        """Gather the blocks of an offload into staging and submit them to the writer."""
+        operation = entry.operation
+        if operation.kind is not OpKind.DEVICE_TO_HOST:
+            return
+        for piece, size in self._warm_copies().pieces(operation.num_blocks):
+            num_bytes = size * self._host.bytes_per_block
+            if not self._has_room(num_bytes, entry.deadline):
+                # Leading blocks are useful without later ones, but not the reverse.
+                self._dropped_blocks += operation.num_blocks - piece.start
+                entry.outcome = Outcome.DROPPED
+                return
+            self._offload_piece(entry, arrays, piece, size)
+
+    def _offload_piece(
+        self, entry: InFlightOperation, arrays: BlockArrays, piece: slice, size: int
+    ) -> None:
+        operation, copies = entry.operation, self._warm_copies()
+        num_bytes = size * self._host.bytes_per_block
+        staging = copies.to_host(copies.gather(arrays, operation.sources[piece], size))
+        entry.staged.append(StagedPiece(piece, size, staging))
+        self._bytes_in_flight += num_bytes
+        destinations = operation.destinations[piece]
+        self._writer.submit(StagedBlocks(operation.id, piece, destinations, staging, num_bytes))
+        entry.writes += 1
+        del entry.staged[0]  # the report gives its bytes back now
+
+    def _has_room(self, num_bytes: int, deadline: float) -> bool:
+        """Wait until num_bytes fit into staging, or it is empty; False if the deadline is first."""
+        while True:
+            self._reports += self._writer.reports()  # to collect when the dispatch is complete
+            used = self._bytes_in_flight - sum([report.num_bytes for report in self._reports])
+            if used == 0 or used + num_bytes <= self._max_bytes:
+                return True
+            if self._clock() >= deadline:
+                return False
+            self._writer.wait(_PAUSE_S)
 
     def _copy(self, entry: InFlightOperation, arrays: BlockArrays) -> None:
         """Copy within the pools, before other operations write to them."""
@@ -256,22 +286,15 @@ class TierDriver:
             entry.mark(piece)
 
     def _write(self, entry: InFlightOperation, arrays: BlockArrays) -> None:
-        """Start a storage operation, scatter staged blocks, or submit them to the writer."""
+        """Start a storage operation, or scatter staged blocks."""
         operation = entry.operation
         if operation.keys:
             self._need_storage().start(entry)
         while entry.staged:
             piece, size, staging = entry.staged[0]
-            destinations = operation.destinations[piece]
-            if operation.kind is OpKind.HOST_TO_DEVICE:
-                self._warm_copies().scatter(arrays, staging, destinations, size)
-                entry.mark(piece)
-            else:
-                num_bytes = size * self._host.bytes_per_block
-                staged = StagedBlocks(operation.id, piece, destinations, staging, num_bytes)
-                self._writer.submit(staged)
-                entry.writes += 1
-            del entry.staged[0]  # the report gives its bytes back now
+            self._warm_copies().scatter(arrays, staging, operation.destinations[piece], size)
+            entry.mark(piece)
+            del entry.staged[0]
 
     def _need_storage(self) -> StorageCopies:
         if self._storage is None:

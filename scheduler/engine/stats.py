@@ -16,7 +16,8 @@ class CopyStats:
     Attributes:
         copied_bytes: bytes by direction, such as "device to host".
         operations: ended operations by direction and result, such as "device to host: done".
-        dropped_blocks: blocks not written out because too many bytes were in flight.
+        dropped_blocks: blocks not copied to the host because earlier ones filled staging up to the
+            deadline. Blocks that storage did not take are not among them.
         errors: failed copies by name of the exception type.
     """
 

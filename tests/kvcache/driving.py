@@ -26,6 +26,7 @@ SIZES: dict[str, Any] = {
     "block_size": 2,
     "head_dim": 4,
 }
+BLOCK_BYTES = 128  # of float32
 HOST_BLOCKS = 5
 LONG_S = 1_000.0
 

@@ -12,7 +12,7 @@ from radixkv.kvcache import BlockArrays, CountError, OperationResult, Outcome, T
 from radixkv.kvcache.storage import Status
 from radixkv.kvcache.tiers.operations import OpKind
 
-from ..driving import LONG_S, SIZES, Bench, FakeStorage
+from ..driving import BLOCK_BYTES, LONG_S, SIZES, Bench, Clock, FakeStorage
 
 DOWN, UP, ACROSS = OpKind.DEVICE_TO_HOST, OpKind.HOST_TO_DEVICE, OpKind.DEVICE_TO_DEVICE
 OUT, IN = OpKind.HOST_TO_STORAGE, OpKind.STORAGE_TO_HOST
@@ -158,28 +158,50 @@ class TestDeviceToHost:
             assert bench.results() == [OperationResult(op_id, (False,) * 3, fenced=True)]
             assert bench.driver.stats().bytes_in_flight == 0
 
-    def test_blocks_over_the_budget_are_dropped(self):
-        num_bytes = BlockArrays.zeros(**SIZES, dtype=jnp.dtype(jnp.float32)).keys[0][0].nbytes * 4
-        with Bench(max_bytes_in_flight=3 * num_bytes) as bench:
+    @pytest.mark.parametrize(("budget", "num_waits"), [(0, 2), (3, 1), (5, 0)])
+    def test_blocks_over_the_budget_wait_for_earlier_ones(self, budget, num_waits, monkeypatch):
+        """The budget is in blocks; a piece of two that exceeds it alone waits for all others."""
+        with Bench(max_bytes_in_flight=max(budget * BLOCK_BYTES, 1)) as bench:
+            num_gathered = 0
+            gather_now = bench.driver._warm_copies().gather
+
+            def gather(arrays, ids, size):
+                nonlocal num_gathered
+                num_gathered += len(ids)
+                num_written = np.count_nonzero(bench.host.memory.any(axis=1))
+                assert num_gathered - num_written <= max(budget, 2)
+                return gather_now(arrays, ids, size)
+
+            bench.fill()
+            monkeypatch.setattr(bench.driver._copies, "gather", gather)
+            bench.host.held = True
+            for _ in range(num_waits):
+                bench.host.words.put(None)
+            op_id = bench.start(DOWN, [5, 4, 3, 2, 1], [1, 2, 3, 4, 5])
+            while num_waits < 3:
+                assert bench.driver.poll() == []
+                bench.finish_write()
+                num_waits += 1
+            assert bench.results() == [OperationResult(op_id, (True,) * 5, fenced=True)]
+            assert all((bench.host.memory[6 - n] == bench.content(n)).all() for n in range(1, 6))
+            assert bench.driver.stats().bytes_in_flight == 0
+
+    def test_blocks_that_find_no_room_before_their_deadline_are_dropped(self):
+        class Ticking(Clock):
+            def __call__(self) -> float:
+                self.now += 1
+                return self.now
+
+        with Bench(max_bytes_in_flight=3 * BLOCK_BYTES, clock=Ticking()) as bench:
             bench.host.held = True
             first = bench.start(DOWN, [1, 2], [1, 2])
-            second = bench.start(DOWN, [3, 4, 5], [3, 4, 5])
+            second = bench.start(DOWN, [3, 4, 5], [3, 4, 5], timeout_s=5)
             assert bench.driver.poll() == [OperationResult(second, (False,) * 3, fenced=True)]
-            assert bench.driver.stats().bytes_in_flight == 2 * num_bytes
+            assert bench.driver.stats().bytes_in_flight == 2 * BLOCK_BYTES
             assert bench.driver.stats().dropped_blocks == 3
+            assert bench.driver.stats().operations == {(DOWN, Outcome.DROPPED): 1}
             bench.finish_write()
             assert [result.op_id for result in bench.results()] == [first]
-            third = bench.start(DOWN, [3, 4, 5], [3, 4, 5])
-            bench.finish_write()
-            bench.finish_write()
-            assert bench.results() == [OperationResult(third, (True,) * 3, fenced=True)]
-            fourth = bench.start(DOWN, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
-            bench.finish_write()
-            assert bench.results() == [
-                OperationResult(fourth, (True, True, False, False, False), fenced=True)
-            ]
-            assert bench.driver.stats().operations[DOWN, Outcome.DROPPED] == 2
-            assert bench.driver.stats().dropped_blocks == 6
 
 
 class TestToTheDevice:

@@ -23,12 +23,18 @@ from radixkv.kvcache.storage import Kind, Status
 from radixkv.kvcache.tiers.operations import Operation, OpKind
 
 from ...profiles import scaled
-from ..driving import HOST_BLOCKS, SIZES, Asked, Bench, FakeStorage
+from ..driving import BLOCK_BYTES, HOST_BLOCKS, SIZES, Asked, Bench, FakeStorage
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
 DEVICE_BLOCKS = range(1, SIZES["num_blocks"] + 1)
 PIECE = 4  # three blocks are padded, five are two pieces
+ROOM = 3  # blocks in staging, unless a piece of four is alone there
 TIMEOUT_S = 10
+
+
+def padded(num_blocks: int) -> int:
+    """Return the number of blocks in staging of a piece."""
+    return 1 << (num_blocks - 1).bit_length()
 
 
 @dataclass(eq=False)
@@ -50,7 +56,9 @@ class DriverMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.storage = FakeStorage()
-        self.bench = Bench(self.dtype, self.storage, max_blocks_per_copy=PIECE)
+        block_bytes = BLOCK_BYTES * jnp.dtype(self.dtype).itemsize // 4
+        budget = {"max_bytes_in_flight": ROOM * block_bytes}
+        self.bench = Bench(self.dtype, self.storage, max_blocks_per_copy=PIECE, **budget)
         self.bench.host.held = True
         self.bench.fill()
         self.device = self.bench.device()
@@ -99,18 +107,38 @@ class DriverMachine(RuleBasedStateMachine):
     def device_to_host(self, data: st.DataObject) -> None:
         destinations = self.draw(data, self.free_host_blocks())
         sources = self.draw(data, DEVICE_BLOCKS, len(destinations))
+        pieces = [
+            slice(first, min(first + PIECE, len(sources)))
+            for first in range(0, len(sources), PIECE)
+        ]
+        num_waits = self.num_waits(pieces)
+        for _ in range(num_waits):
+            self.bench.host.words.put(None)
         entry = self.start(OpKind.DEVICE_TO_HOST, sources, destinations)
         entry.blocks = set(destinations)
         self.open[entry.operation.id] = entry
         for block in destinations:
             self.host.pop(block, None)
         idle = not self.writes
-        for first in range(0, len(sources), PIECE):
-            piece = slice(first, min(first + PIECE, len(sources)))
+        for piece in pieces:
             self.writes.append((entry, piece, self.device[sources[piece]].copy()))
             entry.pieces += 1
         if idle:
             self.bench.host.entered.acquire()
+        for _ in range(num_waits):
+            self.record_write(fails=False)
+
+    def num_waits(self, pieces: Sequence[slice]) -> int:
+        """Count the writes that end while an offload of some pieces waits for room in staging."""
+        staged = [padded(len(content)) for _, _, content in self.writes]
+        num_waits = 0
+        for piece in pieces:
+            size = padded(piece.stop - piece.start)
+            while staged and sum(staged) + size > ROOM:
+                del staged[0]
+                num_waits += 1
+            staged.append(size)
+        return num_waits
 
     @precondition(lambda self: self.host)
     @rule(data=st.data())
@@ -170,8 +198,12 @@ class DriverMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.writes)
     @rule(fails=st.booleans())
     def end_write(self, fails: bool) -> None:
-        entry, piece, content = self.writes.popleft()
         self.bench.finish_write(MemoryError() if fails else None)
+        self.record_write(fails=fails)
+
+    def record_write(self, *, fails: bool) -> None:
+        """Record that the running write has ended."""
+        entry, piece, content = self.writes.popleft()
         if self.writes:
             self.bench.host.entered.acquire()
         entry.pieces -= 1
@@ -251,10 +283,10 @@ class DriverMachine(RuleBasedStateMachine):
         assert self.bench.driver.poll() == self.results
         assert sorted(self.bench.driver.fenced()) == sorted(self.fenced)
         self.results, self.fenced = [], []
-        sizes = [len(content) for _, _, content in self.writes]
-        padded = sum(1 << (size - 1).bit_length() for size in sizes)
+        num_blocks = sum(padded(len(content)) for _, _, content in self.writes)
         num_bytes = self.bench.driver.stats().bytes_in_flight
-        assert num_bytes == padded * self.bench.host.bytes_per_block
+        assert num_bytes == num_blocks * self.bench.host.bytes_per_block
+        assert num_blocks <= max(ROOM, PIECE)
 
     @invariant()
     def the_device_is_as_the_model(self) -> None:
