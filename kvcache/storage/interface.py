@@ -4,7 +4,7 @@
 
     TierDriver                      never waits, polls once per step
           │  Storage                lookup, load, store, touch, delete, poll, cancel, fenced
-    StorageWorkers                  threads, deadlines and byte budgets, once for all backends
+    StorageWorkers                  threads, deadlines and a byte budget, once for all backends
           │
     ChecksummedBackend              checksums, skips existing values, errors become statuses
           │  Backend                contains, get, put, delete, touch, list_values: may block
@@ -60,7 +60,7 @@ class Status(enum.IntEnum):
     TIMED_OUT = 11
     """The deadline came first; a store may still take effect."""
     DROPPED = 12
-    """The block was not attempted: too many bytes were in flight."""
+    """The block of a store was not attempted: too many bytes were in flight."""
 
 
 class Kind(enum.Enum):

@@ -99,7 +99,7 @@ class OperationTable:
     """The operations of a `StorageWorkers`, which holds its lock during every call."""
 
     def __init__(self, max_bytes_in_flight: int, num_threads: int) -> None:
-        """Start without operations; loads and stores may each hold max_bytes_in_flight."""
+        """Start without operations; all stores together may hold max_bytes_in_flight."""
         self.max_bytes_in_flight = max_bytes_in_flight
         self._num_threads = num_threads
         self.bytes_in_flight: Counter[Kind] = Counter(dict.fromkeys(Kind, 0))
@@ -146,7 +146,7 @@ class OperationTable:
         epoch: int = 0,
         quiet: bool = False,
     ) -> StorageOpId:
-        """Queue an operation. Blocks from the first one that does not fit are dropped."""
+        """Queue an operation. A store drops its blocks from the first that does not fit."""
         self._last_id += 1
         num_bytes = [sum(map(len, block)) for block in blocks] or [0] * len(keys)
         end_block, used = self._fitting(kind, num_bytes)
@@ -303,7 +303,8 @@ class OperationTable:
             held[operation.kind] += sum(operation.num_bytes[n] for place in places for n in place)
         for kind, num_bytes in self.bytes_in_flight.items():
             assert num_bytes == held[kind], f"{kind}: {num_bytes} bytes, not {held[kind]}"
-            assert num_bytes <= self.max_bytes_in_flight, f"{kind}: {num_bytes} bytes in flight"
+        stored = self.bytes_in_flight[Kind.STORE]
+        assert stored <= self.max_bytes_in_flight, f"{stored} bytes of stores in flight"
         assert sum(map(len, self._queues)) <= self.num_open, "queued, not open"
         assert self.num_running == self.running.total(), f"{self.num_running} tasks in all"
         for kind in Kind:
@@ -311,8 +312,13 @@ class OperationTable:
             assert self.running[kind] == tasks, f"{kind}: {tasks} tasks, not {self.running[kind]}"
 
     def _fitting(self, kind: Kind, num_bytes: Sequence[int]) -> tuple[int, int]:
-        """Return how many leading blocks fit, and the bytes in flight with them."""
+        """Return how many leading blocks fit, and the bytes in flight with them.
+
+        A load always fits: its caller has allocated the destinations, so it needs no other memory.
+        """
         used, end_block = self.bytes_in_flight[kind], 0
+        if kind is not Kind.STORE:
+            return len(num_bytes), used + sum(num_bytes)
         for size in num_bytes:
             if used + size > self.max_bytes_in_flight:
                 break

@@ -64,9 +64,9 @@ class AdaptiveParallelism:
 class StorageWorkers:
     """`Storage` over any backend, on a few threads.
 
-    Lookups go first, then loads. If a load or store does not fit into its byte budget, its leading
-    blocks are kept and the others are DROPPED at once: a lost write is only a future miss, and a
-    chain of blocks is useful only from its start.
+    Lookups go first, then loads. If a store does not fit into the byte budget, its leading blocks
+    are kept and the others are DROPPED at once: a lost write is only a future miss, and a chain of
+    blocks is useful only from its start.
 
     Loads and stores run on several threads where that is faster; see ``AdaptiveParallelism``. If
     the only active thread is stuck, the next `poll` wakes another.
@@ -88,8 +88,8 @@ class StorageWorkers:
         Args:
             backend: backend, which num_threads threads may call at once.
             num_threads: at least 1; 2 to 4 keep a disk busy.
-            max_bytes_in_flight: limit of the payloads that stores hold, and separately of the
-                destinations that loads hold.
+            max_bytes_in_flight: limit of the payloads that stores hold. Loads have none: their
+                destinations are the caller's.
             clock: time in seconds, for deadlines.
 
         Raises:

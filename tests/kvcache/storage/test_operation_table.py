@@ -80,8 +80,8 @@ class Operations(RuleBasedStateMachine):
         assert operation not in self.expected
         expected = Expected(kind, epoch, deadline, sizes, quiet)
         self.expected[operation] = expected
-        for block in range(len(sizes)):  # a leading run fits; the others are dropped
-            if sum(sizes[: block + 1]) > room:
+        for block in range(len(sizes)):  # of a store a leading run fits; the others are dropped
+            if kind is Kind.STORE and sum(sizes[: block + 1]) > room:
                 expected.reported[block] = Status.DROPPED
 
     @rule()

@@ -358,7 +358,7 @@ def test_blocks_over_the_budget_are_dropped_and_counted() -> None:
         second = storage.store(KEYS[3:4], [[bytes(4)]], timeout_s=LONG_S)
         (dropped,) = storage.poll()
         assert (dropped.operation, dropped.statuses) == (second, (Status.DROPPED,))
-        load = storage.load(KEYS[:1], [[bytearray(10)]], timeout_s=LONG_S)  # separate budget
+        load = storage.load(KEYS[:2], [[bytearray(10)]] * 2, timeout_s=LONG_S)  # without a budget
         assert storage.poll() == []
         storage.cancel(load)
         for _ in range(3):
