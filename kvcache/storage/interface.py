@@ -243,6 +243,17 @@ class Backend(Protocol):
 
 
 @runtime_checkable
+class NamingBackend(Backend, Protocol):
+    """A backend on a server or in a bucket, where names tell the namespace of a block.
+
+    Attributes:
+        namespace: digits in the names of later calls; None without a namespace.
+    """
+
+    namespace: str | None
+
+
+@runtime_checkable
 class SharedBackend(Backend, Protocol):
     """A backend that separates namespaces by name and can list them."""
 

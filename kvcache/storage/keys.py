@@ -104,6 +104,11 @@ class StorageNamespace:
         """Return the 32-byte digest of the namespace; different namespaces have different ones."""
         return self._digest
 
+    @property
+    def digits(self) -> str:
+        """The digits that separate the namespace's blocks in a shared server or bucket."""
+        return self.digest().hex()[:NAMESPACE_DIGITS]
+
     @cached_property
     def _digest(self) -> bytes:
         values: dict[str, str | bytes | int] = {}

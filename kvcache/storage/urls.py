@@ -12,7 +12,6 @@ from .errors import StorageUrlError
 from .files import FileBackend, Sync
 from .interface import Backend
 from .keys import NAMESPACE_DIGITS, StorageNamespace
-from .remote import DEFAULT_PREFIX
 from .workers import StorageWorkers
 
 _MAX_BYTES_OF_FILES: Final = 16 * 2**30
@@ -133,7 +132,7 @@ def namespace_digits(namespace: StorageNamespace | str) -> str:
         StorageUrlError: for a text that is not 16 hex digits.
     """
     if isinstance(namespace, StorageNamespace):
-        return namespace.digest().hex()[:NAMESPACE_DIGITS]
+        return namespace.digits
     if not re.fullmatch(f"[0-9a-f]{{{NAMESPACE_DIGITS}}}", namespace):
         raise StorageUrlError(f"a namespace is the first {NAMESPACE_DIGITS} digits of its digest")
     return namespace
@@ -150,8 +149,8 @@ def _open_files(url: str, options: BackendOptions) -> Backend:
 def _open_redis(url: str, options: BackendOptions) -> Backend:
     from .redis import RedisAddress, RedisBackend
 
-    prefix = _key_prefix(options)
-    return RedisBackend(RedisAddress.from_url(url), prefix=prefix, **options.given())
+    address, digits = RedisAddress.from_url(url), _digits(options)
+    return RedisBackend(address, namespace=digits, **options.given())
 
 
 def _open_s3(url: str, options: BackendOptions) -> Backend:
@@ -163,17 +162,15 @@ def _open_s3(url: str, options: BackendOptions) -> Backend:
     steps = [step for step in unquote(parts.path).split("/") if step]
     if {".", ".."} & set(steps):
         raise StorageUrlError("a bucket's prefix has no steps . and ..")
-    if options.namespace is not None:
-        steps.append(namespace_digits(options.namespace))
+    digits = _digits(options)
     store = s3_store(parts.netloc, **options.given())
-    return ObjectStorageBackend(store, prefix="/".join(steps))
+    return ObjectStorageBackend(store, prefix="/".join(steps), namespace=digits)
 
 
 def _open_mooncake(url: str, options: BackendOptions) -> Backend:
     from .mooncake import MooncakeBackend, master_of
 
-    prefix = _key_prefix(options)
-    return MooncakeBackend(*master_of(url), prefix=prefix, **options.given())
+    return MooncakeBackend(*master_of(url), namespace=_digits(options), **options.given())
 
 
 def _open_memory(url: str, options: BackendOptions) -> Backend:
@@ -184,10 +181,8 @@ def _open_memory(url: str, options: BackendOptions) -> Backend:
     return ObjectStorageBackend(memory_store())
 
 
-def _key_prefix(options: BackendOptions) -> str:
-    if options.namespace is None:
-        return DEFAULT_PREFIX
-    return f"{DEFAULT_PREFIX}{namespace_digits(options.namespace)}:"
+def _digits(options: BackendOptions) -> str | None:
+    return None if options.namespace is None else namespace_digits(options.namespace)
 
 
 def _check_breaks(url: str) -> None:

@@ -22,8 +22,18 @@ from ..cleanup import give_back
 from ..tokens import as_count
 from .checksummed import ChecksummedBackend
 from .errors import PayloadError, StorageClosedError
-from .interface import Backend, Block, Completion, Kind, Status, StorageOpId, StorageStats, views
-from .keys import check_key
+from .interface import (
+    Backend,
+    Block,
+    Completion,
+    Kind,
+    NamingBackend,
+    Status,
+    StorageOpId,
+    StorageStats,
+    views,
+)
+from .keys import StorageNamespace, check_key
 from .operation_table import OperationTable, Task
 
 WAKING_S: Final = 0.0001
@@ -208,6 +218,15 @@ class StorageWorkers:
         """
         with self._lock:
             return self._table.fenced(operation)
+
+    def use_namespace(self, namespace: StorageNamespace) -> None:
+        """Put another namespace into the names of blocks, if the backend was opened with one.
+
+        Call it when the keys change, such as after `Tiers.storage`, and cancel the operations with
+        other keys before it.
+        """
+        if isinstance(self._backend, NamingBackend) and self._backend.namespace is not None:
+            self._backend.namespace = namespace.digits
 
     def stats(self) -> StorageStats:
         """See Storage."""

@@ -9,7 +9,7 @@ from typing import Final
 from ...kvcache import BlockArrays, HostArrays, TierDriver, Tiers
 from ...kvcache.cleanup import give_back
 from ...kvcache.copies.block_copies import BlockCopies
-from ...kvcache.storage import Storage
+from ...kvcache.storage import Storage, StorageWorkers
 from ..errors import EngineClosedError
 from .stats import CopyStats
 
@@ -29,6 +29,7 @@ class TierCopies:
         num_blocks = tiers.config.num_blocks
         most = min(_MAX_BLOCKS_PER_COPY, num_blocks, len(arrays.keys[0]) - 1)
         self._tiers = tiers
+        self._storage, self._namespace = storage, tiers.storage
         self._driver = TierDriver(
             HostArrays.like(arrays, num_blocks),
             storage,
@@ -66,10 +67,20 @@ class TierCopies:
         cancelled = self._tiers.take_cancelled()
         if cancelled:
             self._driver.cancel(cancelled)
+        self._follow_namespace()
         self._driver.touch(self._tiers.take_used())
         operations = self._tiers.take_operations()
         if operations:
             self._driver.dispatch(operations, arrays)
+
+    def _follow_namespace(self) -> None:
+        """Name blocks in storage by the namespace of their keys, as a later process will."""
+        namespace = self._tiers.storage
+        if namespace is None or namespace == self._namespace:
+            return
+        self._namespace = namespace
+        if isinstance(self._storage, StorageWorkers):
+            self._storage.use_namespace(namespace)
 
     def wait(self) -> None:
         """Wait for a completion."""

@@ -13,6 +13,7 @@ import pytest
 
 from radixkv.kvcache import HostConfig, RadixKVError, StorageConfigError
 from radixkv.kvcache.storage import BackendOptions, Kind, Status, StorageWorkers, open_backend
+from radixkv.kvcache.storage.object_storage import ObjectStorageBackend, memory_store
 from radixkv.kvcache.tiers import storage_recency as storage_uses
 from radixkv.scheduler.engine import Engine, make_storage_namespace
 from radixkv.scheduler.errors import ConfigError, EngineClosedError
@@ -266,6 +267,38 @@ def test_weights_that_come_back_under_their_name_find_what_they_stored(compiled,
         finish(serving)
     assert outputs[0] == outputs[2] != outputs[1] == outputs[3]
     assert hits == [0, 40, 80]
+
+
+def test_new_weights_store_where_an_engine_that_starts_with_them_looks(compiled, model):
+    """In a server or bucket, names begin with the digits of the namespace."""
+    first = model("llama").params
+    second = jax.tree.map(lambda leaf: leaf * 1.01, first)
+    store = memory_store()
+
+    @contextmanager
+    def serve(revision):
+        namespace = make_storage_namespace(model("llama"), revision, 4)
+        backend = ObjectStorageBackend(store, prefix="kv", namespace=namespace.digits)
+        with closing(StorageWorkers(backend, max_bytes_in_flight=2**28)) as storage:
+            host = HostConfig(64, "through")
+            serving = fresh(compiled, host=host, storage=storage, storage_namespace=namespace)
+            yield serving
+            finish(serving)
+
+    with serve("first") as serving:
+        complete(serving, [PROMPTS[0]], 8)  # 10 blocks and a token
+        let_copies_end(serving._runner)
+        serving.reset_cache(params=second, weights_revision="second")
+        expected = complete(serving, [PROMPTS[0]], 8)
+    for revision in ("first", "second"):
+        with serve(revision) as serving:
+            if revision == "second":
+                serving.reset_cache(params=second, weights_revision="third")
+                serving.reset_cache(params=second, weights_revision="second")
+                assert complete(serving, [PROMPTS[0]], 8) == expected
+            else:
+                assert complete(serving, [PROMPTS[0]], 8) != expected
+            assert serving.stats().scheduler.storage_hit_tokens == 40
 
 
 # Invalid options

@@ -63,6 +63,7 @@ class MooncakeBackend:
         port: int = DEFAULT_PORT,
         *,
         prefix: str = DEFAULT_PREFIX,
+        namespace: str | None = None,
         timeout_s: float = 1.0,
         connect_timeout_s: float = 5.0,
     ) -> None:
@@ -72,6 +73,7 @@ class MooncakeBackend:
             host: host of the master.
             port: port of the master.
             prefix: prefix of every key in the store.
+            namespace: digits that follow the prefix.
             timeout_s: time limit of a request.
             connect_timeout_s: time limit to start a client process and connect it.
 
@@ -84,6 +86,7 @@ class MooncakeBackend:
         _check_installed()
         self._master = (host, port)
         self._prefix = prefix
+        self.namespace = namespace
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._counts = RequestCounts()
@@ -156,7 +159,9 @@ class MooncakeBackend:
     # -- internals
 
     def _name(self, key: bytes) -> str:
-        return f"{self._prefix}{check_key(key).hex()}"
+        digits = self.namespace
+        inner = "" if digits is None else f"{digits}:"
+        return f"{self._prefix}{inner}{check_key(key).hex()}"
 
     @contextmanager
     def _client(self, doing: str) -> Iterator[ClientProcess]:

@@ -52,19 +52,23 @@ class ObjectStorageBackend:
     otherwise, because equal keys mean equal bytes.
     """
 
-    def __init__(self, store: ObjectStore, *, prefix: str = "") -> None:
+    def __init__(
+        self, store: ObjectStore, *, prefix: str = "", namespace: str | None = None
+    ) -> None:
         """Prepare without connecting.
 
         Args:
             store: object store; its options limit the time of a request.
             prefix: prefix of every object's path, without a slash at its end.
+            namespace: digits that follow the prefix.
 
         Raises:
             MissingPackageError: if ``obstore`` is not installed.
         """
         _check_installed()
         self._store = store
-        self._prefix = f"{prefix}/" if prefix else ""
+        self._own_prefix = f"{prefix}/" if prefix else ""
+        self.namespace = namespace
         self._heads = ThreadPoolExecutor(_MAX_CONCURRENT_HEADS, "radixkv-head")
         self._counts = RequestCounts()
 
@@ -174,6 +178,11 @@ class ObjectStorageBackend:
         except FileNotFoundError:
             return False
         return True
+
+    @property
+    def _prefix(self) -> str:
+        digits = self.namespace
+        return self._own_prefix if digits is None else f"{self._own_prefix}{digits}/"
 
     def _path(self, key: bytes) -> str:
         name = check_key(key).hex()

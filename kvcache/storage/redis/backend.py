@@ -54,6 +54,7 @@ class RedisBackend:
         address: RedisAddress,
         *,
         prefix: str = DEFAULT_PREFIX,
+        namespace: str | None = None,
         ttl_s: int | None = None,
         timeout_s: float = 1.0,
         connect_timeout_s: float = 1.0,
@@ -63,8 +64,8 @@ class RedisBackend:
 
         Args:
             address: address of the server.
-            prefix: prefix of every key in the server. With one prefix per namespace, an operator
-                can delete a namespace.
+            prefix: prefix of every key in the server.
+            namespace: digits that follow the prefix, so that an operator can delete a namespace.
             ttl_s: time to keep a value after it was written or touched; None for no limit.
             timeout_s: time limit for the next bytes of an answer.
             connect_timeout_s: time limit for a connection.
@@ -78,7 +79,8 @@ class RedisBackend:
         if ttl_s is not None and ttl_s < 1:
             raise ValueError(f"ttl_s must be at least 1, got {ttl_s}")
         self._address = address
-        self._prefix = prefix.encode()
+        self._own_prefix = prefix
+        self.namespace = namespace
         self._ttl_s = ttl_s
         self._timeout_s = timeout_s
         self._counts = RequestCounts()
@@ -193,6 +195,11 @@ class RedisBackend:
             for match, num_bytes in zip(new, sizes, strict=True):
                 namespace, digits = (match[1] or b"").decode(), match[2].decode()
                 yield namespace, StoredValue(bytes.fromhex(digits), num_bytes)
+
+    @property
+    def _prefix(self) -> bytes:
+        digits = self.namespace
+        return (self._own_prefix if digits is None else f"{self._own_prefix}{digits}:").encode()
 
     def _name(self, key: bytes) -> bytes:
         return self._prefix + check_key(key).hex().encode()

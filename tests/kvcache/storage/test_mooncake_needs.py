@@ -15,7 +15,7 @@ from radixkv.kvcache.storage import (
     StorageUrlError,
     open_backend,
 )
-from radixkv.kvcache.storage.mooncake.backend import master_of
+from radixkv.kvcache.storage.mooncake.backend import MooncakeBackend, master_of
 
 from . import mooncake_server
 from .conformance import KEYS, put
@@ -30,6 +30,9 @@ def test_namespaces_are_separate(shared_mooncake: MooncakeServer) -> None:
     with closing(open_backend(url, one)) as first, closing(open_backend(url, two)) as second:
         put(first, KEYS[0], b"abc")
         assert second.contains(KEYS[:1]) == [False]
+        assert isinstance(second, MooncakeBackend)
+        second.namespace = "1" * 16
+        assert second.contains(KEYS[:1]) == [True]
         assert first.delete(KEYS[0])
 
 

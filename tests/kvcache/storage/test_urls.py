@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from contextlib import closing
 from dataclasses import replace
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.kvcache.storage import FileBackend, StorageNamespace
+from radixkv.kvcache.storage import FileBackend, StorageNamespace, StorageWorkers
 from radixkv.kvcache.storage.errors import StorageUrlError
 from radixkv.kvcache.storage.object_storage.backend import ObjectStorageBackend
 from radixkv.kvcache.storage.redis.backend import RedisBackend
@@ -24,6 +25,7 @@ from .conformance import KEYS, get, keys_of, put
 from .fake_s3 import FakeS3
 from .redis_server import RedisServer
 
+LONG_S = 1000.0
 NAMESPACE = StorageNamespace("llama", "r1", "bfloat16", 16, (0, 2), (0, 4))
 OTHER = StorageNamespace("llama", "r2", "bfloat16", 16, (0, 2), (0, 4))
 
@@ -93,6 +95,32 @@ def test_namespaces_are_separate_in_a_server(shared_redis: RedisServer) -> None:
         assert keys_of(other) == []
         assert other.contains(KEYS[:1]) == [False]
         assert one.delete(KEYS[0])
+
+
+@pytest.mark.parametrize("scheme", ["redis", "s3"])
+def test_a_namespace_can_be_changed_where_there_is_one(
+    scheme: str, shared_redis: RedisServer, s3: FakeS3
+) -> None:
+    url = {"redis": f"redis://127.0.0.1:{shared_redis.port}/9", "s3": "s3://bucket/kv"}[scheme]
+    options = BackendOptions(timeout_s=30.0, connect_timeout_s=30.0, namespace=NAMESPACE)
+    with (
+        closing(open_backend(url, options)) as one,
+        closing(open_backend(url, replace(options, namespace=OTHER))) as other,
+        closing(open_backend(url, replace(options, namespace=None))) as outside,
+    ):
+        for backend in (one, outside):
+            storage = StorageWorkers(backend, max_bytes_in_flight=100)
+            storage.use_namespace(OTHER)
+            storage.store(KEYS[:1], [[b"abc"]], timeout_s=LONG_S)
+            while not storage.poll():
+                time.sleep(0.001)
+            assert other.contains(KEYS[:1]) == [backend is one]
+            assert storage.lookup_prefix(KEYS[:1], timeout_s=LONG_S) == 1
+            storage.use_namespace(NAMESPACE)
+            assert storage.lookup_prefix(KEYS[:1], timeout_s=LONG_S) == (backend is outside)
+            assert backend.delete(KEYS[0]) == (backend is outside)
+            assert other.delete(KEYS[0]) == (backend is one)
+            assert storage.close(timeout_s=LONG_S)
 
 
 @pytest.mark.parametrize("path", ["", "/", "/a/b", "/a//b/"])
