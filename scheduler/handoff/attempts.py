@@ -131,7 +131,7 @@ def request_of(ask: Ask) -> Request:
 
 @dataclass(slots=True, eq=False)
 class DecodeAttempt:
-    """An attempt on D.
+    """An attempt on D. One that has ended has no request, lease, cut, COMMIT and parts any more.
 
     Attributes:
         moved_at: time of the last state transition, or of COMMIT.
@@ -166,6 +166,10 @@ class DecodeAttempt:
     def tokens(self) -> Int32Array:
         """The prompt."""
         return self.request.prompt
+
+    def drop_request(self) -> None:
+        """Drop what only an open attempt needs. D remembers many, and prompts may be long."""
+        del self.request, self.lease, self.cut, self.commit, self.parts
 
     def part_id(self, part: int) -> PartId:
         """Return the transport's name for a part."""

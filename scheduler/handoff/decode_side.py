@@ -465,9 +465,10 @@ class DecodeSide:
             self._end(attempt)
 
     def _end(self, attempt: DecodeAttempt) -> None:
+        request, lease = attempt.request, attempt.lease
         self._move(attempt, DecodeState.ENDED)
-        self._manager.release(attempt.lease)
-        attempt.request.lease = None
+        self._manager.release(lease)
+        request.lease = None
         self._post_end(attempt)
 
     def _abort(self, attempt: DecodeAttempt, *, fenced: bool) -> Abort:
@@ -493,3 +494,4 @@ class DecodeSide:
         attempt.moved_at = self._now
         if state is DecodeState.ENDED:
             self._attempts.end(attempt)
+            attempt.drop_request()

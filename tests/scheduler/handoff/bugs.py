@@ -376,7 +376,7 @@ BUGS: Final = [
     bug(
         "D leaks the lease of an aborted attempt",
         D,
-        ("        self._manager.release(attempt.lease)\n", ""),
+        ("        self._manager.release(lease)\n", ""),
         seen_in="SGLang #9817, FastDeploy PR 7965",
     ),
     bug(

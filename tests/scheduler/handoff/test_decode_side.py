@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
 from radixkv.scheduler import handoff
@@ -96,6 +98,24 @@ def test_a_started_attempt_continues_without_p() -> None:
     assert isinstance(ack, Ack)
     pair.d.abort(KEY, "cancelled")
     assert pair.d.take_actions() == [Stop(KEY, "cancelled")]
+
+
+def test_an_attempt_that_has_finished_is_remembered_without_its_prompt() -> None:
+    pair = Pair(handoff)
+    prompt = weakref.ref(pair.start().request.prompt)
+    assert prompt() is not None
+    pair.d.finished(KEY)
+    assert prompt() is None and pair.d.num_known == 1
+
+
+def test_an_attempt_that_was_given_up_is_remembered_without_its_prompt() -> None:
+    pair, pulls = pulling()
+    prompt = weakref.ref(pair.d.receiving[0].prompt)
+    pair.d.abort(KEY, "cancelled")
+    assert prompt() is not None
+    for pull in pulls:
+        pair.d.pull_fenced(pull.part_id)
+    assert prompt() is None and pair.d.num_known == 1
 
 
 def test_ack_is_sent_when_decoding_starts_and_repeated_while_remembered() -> None:
