@@ -13,8 +13,9 @@ class TierStats:
     ``host_cached_blocks`` can be matched; ``parked`` requests; ``open_operations`` without a
     result; and ``quarantined_operations`` with a result whose blocks may still be written. Events:
     ``promoted_blocks`` (host hits loaded to the device), ``demoted_blocks`` (evicted towards the
-    host), ``dropped_blocks`` (that no other tier had, for lack of room), ``stored_blocks``,
-    ``fetched_blocks`` (loaded from storage) and ``late_completions``.
+    host), ``dropped_blocks`` (that then neither device nor host had, for lack of room or after a
+    failed copy, and not by a reset; storage may have them), ``stored_blocks``, ``fetched_blocks``
+    (loaded from storage) and ``late_completions``.
     """
 
     host_blocks: int

@@ -259,7 +259,9 @@ class Tiers:
 
     def cancel_all(self) -> None:
         """Cancel every operation and end every detached lease, for a reset."""
+        num_dropped = self.state.tree.dropped_blocks
         self.state.operations.cancel_all()
+        self.state.tree.dropped_blocks = num_dropped  # a reset is no lack of room
         self.loader.reset()
         self.state.recency.reset()
 

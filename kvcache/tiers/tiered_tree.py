@@ -28,7 +28,7 @@ class TieredTree(RadixTree):
         keys: storage keys of the nodes; None without storage.
         hits: number of hits of nodes without a copy, as far as the policy counts them.
         published: ends of paths to write through.
-        dropped_blocks: number of blocks dropped from the host tier, or for lack of room in it.
+        dropped_blocks: see `TierStats`.
     """
 
     def __init__(self, block_size: int, host: HostTier) -> None:
@@ -169,6 +169,8 @@ class TieredTree(RadixTree):
             dead = stack.pop()
             assert not dead.device_blocks, "a node on the device is removed"
             stack.extend(dead.children.values())
+            if dead.host is not None:
+                self.dropped_blocks += dead.host.num_blocks
             self._clear(dead)
         if parent.parent is None:
             self._drop_empty(parent)
@@ -177,7 +179,6 @@ class TieredTree(RadixTree):
         """Clear a removed node and drop its copy."""
         assert isinstance(node, TieredNode), "a bare node"
         if node.host is not None:
-            self.dropped_blocks += node.host.num_blocks
             self.host.drop(node.host)
         self.hits.pop(node, None)
         if self.keys is not None:

@@ -261,7 +261,8 @@ METRICS: Final[tuple[Metric[Snapshot], ...]] = (
     Metric(
         "kv_evicted_blocks",
         "counter",
-        "Blocks evicted from the device; blocks lost below it, as no other tier had them.",
+        "Blocks evicted from the device; blocks that left the host, or found no room there, and "
+        "were not on the device. Storage may have them. A reset counts none.",
         _evicted,
         ("tier",),
     ),

@@ -214,6 +214,18 @@ def test_the_host_drops_the_coldest_first():
     assert memory.drop_order() == [(b"", (1,)), (b"", (5, 6)), (b"", (5,)), (b"", (1, 2))]
 
 
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_a_reset_counts_no_dropped_blocks(has_arrived):
+    """It drops all blocks, however large the host is."""
+    memory = TierMemory(3, 3)
+    memory.serve([1, 2])
+    memory.manager.evict(2)
+    if has_arrived:
+        memory.settle()
+    memory.manager.reset()
+    assert memory.stats.host_cached_blocks == memory.stats.dropped_blocks == 0
+
+
 def test_redundant_copies_are_dropped_first():
     memory = TierMemory(3, 3)
     memory.demote([1, 2])

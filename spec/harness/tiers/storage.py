@@ -80,13 +80,13 @@ def reset(world: TierState, keep: list[int]) -> bool:
     world.situations["reset with loads"] += bool(model.loads)
     world.situations["reset with parked requests"] += bool(model.parked)
     world.situations["reset with prefetches"] += bool(model.prefetches)
+    num_dropped = model.counts["dropped_blocks"]
     _reset(world, names)
     world.written.clear()
     for name, parked in model.parked.items():
         parked.is_void = parked.is_void or world.requests[name].namespace not in names
     world.renew([name for name in NAMESPACES if name not in names])
-    # For a prefix in two tiers, either copy may be counted.
-    model.counts["dropped_blocks"] = world.shot.counts["dropped_blocks"]
+    model.counts["dropped_blocks"] = num_dropped  # a reset is no lack of room
     for request in running:
         request.stop()
     world.see()
