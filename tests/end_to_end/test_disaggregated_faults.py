@@ -58,9 +58,9 @@ def test_an_abort_leaks_nothing_and_does_not_disturb_the_others(llama, expected,
     for request, tokens in zip(requests, expected, strict=True):
         if request in aborted:
             assert request.status is RequestStatus.ABORTED
-            assert cluster.front.failures[request.request_id] == "aborted"
         else:
             assert request.output_tokens == tokens
+    assert cluster.front.failures == {}
     assert not cluster.front.abort("0") and not cluster.front.abort("no such request")
 
 

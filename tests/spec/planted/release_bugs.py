@@ -122,17 +122,18 @@ WHOLE_BUGS = (
     bug(
         "a reset keeps the tree",
         MANAGER,
-        ("self._tree = RadixTree(self.block_size)", "pass"),
+        ("    self._tree = RadixTree(self.block_size)\n            self._pool", "    self._pool"),
         seen_in="vllm-omni #6039",
     ),
     bug(
         "a match from before a reset stays valid",
         MANAGER,
         (
-            "self._tree = RadixTree(self.block_size)",
-            "version = self._tree.version\n"
+            "    self._tree = RadixTree(self.block_size)\n            self._pool",
+            "    version = self._tree.version\n"
             "            self._tree = RadixTree(self.block_size)\n"
-            "            self._tree.version = version",
+            "            self._tree.version = version\n"
+            "            self._pool",
         ),
         seen_in="FastDeploy PR 4008",
     ),

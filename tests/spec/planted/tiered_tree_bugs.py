@@ -195,15 +195,9 @@ TIERED_TREE_BUGS = (
         world="tiers",
     ),
     bug(
-        "a run is joined with one that was reported at another time",
-        KEYS,
-        ("self.reported_at.get(upper) == self.reported_at.get(lower)", "True"),
-        world="tiers",
-    ),
-    bug(
         "joined runs have keys of other blocks",
         KEYS,
-        ("return (is_whole or lower not in self.known) and (", "return ("),
+        ("if not is_whole and lower in self.known:", "if False:"),
         ("for node in nodes])\n        if keys", "for node in nodes[::-1]])\n        if keys"),
         world="tiers",
     ),
