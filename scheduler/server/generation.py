@@ -160,6 +160,15 @@ class GenerationEndpoint:
             prompts = self._encode(body)
         else:
             prompts = await asyncio.to_thread(self._encode, body)
+        num_records = 0
+        if body.prompt_logprobs is not None:
+            num_records = sum(map(len, prompts)) * (body.prompt_logprobs + 1)
+        with self._count.admit_records(num_records):
+            await self._generate(body, prompts, send)
+
+    async def _generate(
+        self, body: CompletionBody | ChatBody, prompts: list[list[int]], send: Send
+    ) -> None:
         params = [self._params(body, len(prompt)) for prompt in prompts]
         engine, guided = self._model.engine, body.guided()
         guide = None if guided is None else await asyncio.to_thread(engine.make_guide, guided)

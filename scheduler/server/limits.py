@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Send
@@ -36,12 +37,24 @@ class ServerLimits:
     keep_alive_s: float = 5.0
 
 
-class RequestCount:
-    """Counts the choices that are served or wait, up to a limit; for one event loop."""
+_MAX_PROMPT_RECORDS: Final = 4 << 20
+"""Log probabilities of prompts at a time, of up to 500 bytes each while JSON is made of them."""
 
-    def __init__(self, limit: int) -> None:
+
+class RequestCount:
+    """Counts what is served or waits, up to limits; for one event loop.
+
+    Attributes:
+        active: number of choices.
+        num_records: number of records of prompts' log probabilities, which all stay until the
+            response is written.
+    """
+
+    def __init__(self, limit: int, max_records: int = _MAX_PROMPT_RECORDS) -> None:
         self.active = 0
+        self.num_records = 0
         self._limit = limit
+        self._max_records = max_records
 
     @contextmanager
     def admit(self, num_prompts: int, n: int = 1) -> Iterator[None]:
@@ -71,6 +84,36 @@ class RequestCount:
             yield
         finally:
             self.active -= num_choices
+
+    @contextmanager
+    def admit_records(self, num_records: int) -> Iterator[None]:
+        """Count records of prompts' log probabilities during the block.
+
+        Raises:
+            ApiError: if there are too many.
+        """
+        if num_records > self._max_records:
+            raise ApiError(
+                400,
+                f"prompt_logprobs asks for {num_records} log probabilities; the server takes at "
+                f"most {self._max_records} at a time",
+                param="prompt_logprobs",
+            )
+        if self.num_records + num_records > self._max_records:
+            raise ApiError(
+                429,
+                f"the server has {self.num_records} of at most {self._max_records} log "
+                f"probabilities of prompts at a time, and the request adds {num_records}: try "
+                "again later",
+                param="prompt_logprobs",
+                code="too_many_logprobs",
+                headers={"retry-after": "1"},
+            )
+        self.num_records += num_records
+        try:
+            yield
+        finally:
+            self.num_records -= num_records
 
 
 class BodyReader:

@@ -94,6 +94,29 @@ def test_choices_are_counted_up_to_the_limit_and_given_back_after_errors() -> No
     assert (busy.value.status, count.active) == (429, 0)
 
 
+def test_log_probabilities_of_prompts_are_counted_up_to_the_limit() -> None:
+    count = RequestCount(1, max_records=10)
+    for error in (KeyboardInterrupt, MemoryError, ApiError(400, "no")):
+        with pytest.raises(BaseException), count.admit_records(10):  # noqa: B017
+            raise error
+        assert count.num_records == 0
+    with count.admit_records(7), count.admit_records(3), count.admit_records(0):
+        text = (
+            r"^the server has 10 of at most 10 log probabilities of prompts at a time, and the "
+            r"request adds 1: try again later$"
+        )
+        with pytest.raises(ApiError, match=text) as busy, count.admit_records(1):
+            pass
+    text = "^prompt_logprobs asks for 11 log probabilities; the server takes at most 10 at a time$"
+    with pytest.raises(ApiError, match=text) as large, count.admit_records(11):
+        pass
+    assert [(each.value.status, each.value.param) for each in (busy, large)] == [
+        (429, "prompt_logprobs"),
+        (400, "prompt_logprobs"),
+    ]
+    assert (busy.value.code, count.num_records) == ("too_many_logprobs", 0)
+
+
 def test_an_error_of_a_template_names_no_path_of_the_server() -> None:
     found = as_api_error(ChatTemplateError(Path("/srv/secret/model"), "it takes no messages"))
     assert (found.status, found.message, found.param) == (400, "it takes no messages", "messages")

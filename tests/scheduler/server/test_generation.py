@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from radixkv.scheduler.request import SamplingParams
 from radixkv.scheduler.server.errors import ApiError
 from radixkv.scheduler.server.generation import GenerationEndpoint, ServedModel
+from radixkv.scheduler.server.limits import RequestCount
 from radixkv.scheduler.server.schema import ChatBody, CompletionBody, Message
 
 MAX_LEN = 40
@@ -49,6 +51,25 @@ def body(is_chat: bool, **fields: Any) -> Any:
     if is_chat:
         return ChatBody(model="m", messages=[], **fields)
     return CompletionBody(model="m", prompt="", **fields)
+
+
+@pytest.mark.parametrize("number", [None, 0, 3])
+def test_log_probabilities_of_prompts_are_counted_until_the_end(
+    number: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, found = RequestCount(1), list[int]()
+    unused: Any = None
+    made = GenerationEndpoint(CompletionBody, model(Tokenizer()), unused, count, unused)
+
+    async def generate(*_: object) -> None:
+        found.append(count.num_records)
+
+    monkeypatch.setattr(made, "_generate", generate)
+    given = CompletionBody(model="m", prompt=["ab", "c"], prompt_logprobs=number)
+    asyncio.run(made._respond(given, unused))
+    num_tokens = 3 + 2
+    assert found == [0 if number is None else num_tokens * (number + 1)]
+    assert count.num_records == 0
 
 
 limits = st.none() | st.integers(1, MAX_LEN + 1)
