@@ -22,7 +22,11 @@ DecodeReport: TypeAlias = Started | Preempted | Finished | DecodeFailed
 
 
 class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
-    """A decode node; see `NodeEngine` for the loop that drives it."""
+    """A decode node; see `NodeEngine` for the loop that drives it.
+
+    Attributes:
+        timing: its times of the hand-off.
+    """
 
     def __init__(
         self,
@@ -105,6 +109,7 @@ class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
             now=now,
             on_events=on_events,
         )
+        self.timing = timing
         self._receiver = KVReceiver(self._kv, transport, timeout_s=timing.transfer_s)
 
     @property

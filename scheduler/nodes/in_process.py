@@ -33,6 +33,10 @@ from .prefill_node import PrefillEngine
 _PAUSE_S: Final = 0.0005
 """Pause when no node has anything to do but wait."""
 
+_TURNS_PER_SILENCE: Final = 4
+"""Turns of all nodes, at least, before the silence of a peer counts: the others have no turn while
+one of them runs a long step."""
+
 
 class Disaggregated:
     """Serves requests with prefill and decode nodes; its interface is that of `Engine`.
@@ -74,6 +78,7 @@ class Disaggregated:
         for peer in (*self.prefill, *self.decode):
             self._check_model(peer, self._node(peer))
         self._clock = clock
+        self._now = self._time_of_nodes = clock()
         self._is_resetting = False
         self._gateway = Gateway(
             max_attempts=max_attempts,
@@ -138,11 +143,14 @@ class Disaggregated:
 
     def _advance(self) -> None:
         now = self._clock()
+        longest_s = min(node.timing.silence_s for node in self._nodes()) / _TURNS_PER_SILENCE
+        self._time_of_nodes += min(now - self._now, longest_s)
+        self._now = now
         self._gateway.tick(now)
         self._act()
         was_busy = False
         for peer in (*self.prefill, *self.decode):
-            was_busy |= self._node(peer).poll(now)
+            was_busy |= self._node(peer).poll(self._time_of_nodes)
             self._deliver(peer)
         self._offer_preempted()
         if not was_busy and self.has_work:

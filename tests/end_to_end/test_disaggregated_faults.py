@@ -1,5 +1,6 @@
 """Prefill and decode nodes over tiny models: faults, aborts and refusals."""
 
+import itertools
 import re
 from itertools import product
 from unittest.mock import patch
@@ -24,7 +25,7 @@ from radixkv.scheduler.nodes.transport import (
 )
 from radixkv.scheduler.request import Request, RequestStatus
 
-from .cluster import Cluster, over_jax, over_nixl
+from .cluster import TIMING, Cluster, over_jax, over_nixl
 from .conftest import MAX_MODEL_LEN, complete, fresh
 from .test_engine import PREFIX, PROMPTS, SAMPLED
 
@@ -76,6 +77,18 @@ def test_a_node_that_ends_and_comes_back_changes_no_token(llama, expected, role,
         cluster.restart_decode()
     cluster.finish()
     assert cluster.front.failures == {}
+    assert [request.output_tokens for request in requests] == expected
+
+
+@pytest.mark.parametrize("share", [0.24, 0.26, 0.9, 1.1, 100])
+def test_long_steps_are_no_silence_of_a_peer(llama, expected, share):
+    """All messages of one process are delivered between two steps, however long these take."""
+    cluster = Cluster(llama, prefill={"token_budget": 16})
+    clock, later = cluster.front._clock, itertools.count(1)
+    cluster.front._clock = lambda: clock() + next(later) * share * TIMING.silence_s
+    requests = cluster.add(PROMPTS, 24, SAMPLED)
+    cluster.finish()
+    assert (cluster.front.failures, cluster.front._gateway.num_lost) == ({}, 0)
     assert [request.output_tokens for request in requests] == expected
 
 
