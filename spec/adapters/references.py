@@ -27,6 +27,7 @@ def count_references(root: object, *leave_out: object) -> int:
         leave_out: objects that are not followed either, such as a free list that grows by doubling.
 
     Example:
+        >>> from radixkv.spec.adapters.references import count_references
         >>> count_references([1, (2, 3)]), count_references({"a": [None] * 5})
         (4, 7)
     """
