@@ -139,19 +139,17 @@ def attend_tiles(
     read = jax.tree.leaves((tiles, pools))
     total = chunks.ends[-1]
 
-    step = partial(_step, tiles, pools, chunks, options)
+    step = partial(_step, tiles, pools, chunks, options, most_chunks)
     # Outside of the programs, for all of them: XLA computes it once for all layers of a model.
     first_items = _items(tiles, pools, chunks, 0, items[-1])
 
     def attend_at_once(num_items: int) -> SoftmaxState:
-        now = jax.tree.map(lambda each: each[:num_items], first_items)
-        return step(now, 0, min(most_chunks, num_items))
+        return step(0, jax.tree.map(lambda each: each[:num_items], first_items))
 
     def attend_in_steps(num_items: int) -> SoftmaxState:
         def add_step(index: Array, state: SoftmaxState) -> SoftmaxState:
             base = index * num_items
-            now = _items(tiles, pools, chunks, base, num_items)
-            return merge(state, step(now, base, min(most_chunks, num_items)))
+            return merge(state, step(base, _items(tiles, pools, chunks, base, num_items)))
 
         state = vary_like(empty_state((num_tiles, kv_heads, tile, group), head_dim), *read)
         num_steps = (total + num_items - 1) // num_items
@@ -247,15 +245,14 @@ def _step(
     pools: Pools,
     chunks: _Chunks,
     options: AttentionOptions,
-    items: _Items,
+    most_chunks: int,
     base: Array | int,
-    most_per_tile: int,
+    items: _Items,
 ) -> SoftmaxState:
-    """Attend to items, of which the first is `base`; return the state of the tiles over them."""
+    """Attend to the items `base` and on; return the state of the tiles over them."""
     num_items = items.tile.shape[0]
     num_blocks, kv_heads, block_size, head_dim = pools.k_blocks.shape
     places = items.ids[:, None, :] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
-
     seen = items.seen[:, None, :, None]
 
     def load(pool: Array) -> Float[Array, "items kv_heads chunk head_dim"]:
@@ -290,9 +287,10 @@ def _step(
     part = SoftmaxState(weighted * V_FACTOR, peak, total)
     begin, end = (jnp.clip(each - base, 0, num_items) for each in (chunks.starts, chunks.ends))
     first = jnp.minimum(begin, num_items - 1)
+    longest = min(most_chunks, num_items)
     if tiles.rows.shape[0] <= num_items:
-        return _merge_runs(part, first, end - begin, most_per_tile)
-    runs = _merge_runs(part, jnp.arange(num_items), items.run, most_per_tile)
+        return _merge_runs(part, first, end - begin, longest)
+    runs = _merge_runs(part, jnp.arange(num_items), items.run, longest)
 
     def of_tiles(x: Array, fill: float) -> Array:
         return jnp.where((begin < end).reshape(-1, *(1,) * (x.ndim - 1)), x[first], fill)

@@ -129,9 +129,8 @@ def staging_bytes(arguments: argparse.Namespace) -> int:
     """Return the default, or more if a part of large blocks would not fit into half of it."""
     config = load_config(arguments.model_dir)
     itemsize = model_dtype(arguments.model_dir, arguments.dtype or "auto").itemsize
-    bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
-    block_size: int = arguments.block_size
-    return max(STAGING_BYTES, 2 * MAX_PART_BLOCKS * block_size * bytes_per_token)
+    bytes_per_block: int = config.kv_elements_per_token * arguments.block_size * itemsize
+    return max(STAGING_BYTES, 2 * MAX_PART_BLOCKS * bytes_per_block)
 
 
 def make_timing(silence_s: float) -> Timing:

@@ -29,7 +29,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..request import Request, SamplingParams
+from ..request import MAX_TOKENS, Request, SamplingParams
 from .messages import AttemptKey, Hits, NodeId
 
 GATEWAY: Final[NodeId] = "gateway"
@@ -253,7 +253,7 @@ class NodeStatus:
     unheard: tuple[NodeId, ...] = ()
     num_updates: int = 0
     load: NodeLoad = IDLE
-    max_model_len: int = 2**31 - 1
+    max_model_len: int = MAX_TOKENS
 
 
 MAX_UPDATE_BLOCKS: Final = 8192

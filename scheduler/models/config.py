@@ -63,6 +63,11 @@ class ModelConfig:
         config = replace(self, eos_token_ids=())
         return f"{self.family} {sha256(repr(config).encode()).hexdigest()}"
 
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Elements of a token's keys and values in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
 
 def load_config(directory: str | Path) -> ModelConfig:
     """Read ``config.json`` of a Hugging Face directory, and what else names end tokens.

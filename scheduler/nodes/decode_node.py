@@ -22,11 +22,7 @@ DecodeReport: TypeAlias = Started | Preempted | Finished | DecodeFailed
 
 
 class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
-    """A decode node; see `NodeEngine` for the loop that drives it.
-
-    Attributes:
-        timing: its times of the hand-off.
-    """
+    """A decode node; see `NodeEngine` for the loop that drives it."""
 
     def __init__(
         self,
@@ -107,9 +103,9 @@ class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
             weights_revision=weights_revision,
             num_groups=num_groups,
             now=now,
+            timing=timing,
             on_events=on_events,
         )
-        self.timing = timing
         self._receiver = KVReceiver(self._kv, transport, timeout_s=timing.transfer_s)
 
     @property

@@ -17,7 +17,7 @@ from ...kvcache.tokens import as_count
 from ..decode import DecodeScheduler
 from ..engine import EngineStats, ModelRunner
 from ..errors import ConfigError
-from ..handoff import AttemptKey, Message, NodeId
+from ..handoff import AttemptKey, Message, NodeId, Timing
 from ..handoff.gateway_messages import NodeLoad
 from ..models import Model, Params
 from ..prefill import PrefillScheduler
@@ -102,6 +102,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
             blocks.
         model_name: ``ModelConfig.name``, and the dtype of the KV: nodes need the same.
         scheduler: the scheduler, which also runs the hand-off protocol.
+        timing: times of the hand-off.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         weights_revision: str,
         num_groups: int,
         now: float,
+        timing: Timing,
         on_events: Callable[[EventBatch], object] | None = None,
     ) -> None:
         """Assemble a node, and compile the copies of parts; if this raises, close the runner.
@@ -126,6 +128,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
             transport: polled and closed only by this node.
             kind, weights_revision, num_groups: see `KVParts`.
             now: current time; see `poll`.
+            timing: the scheduler's.
             on_events: takes the KV events after each poll; see `Engine`.
         """
         self.manager = manager
@@ -133,6 +136,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         self.max_model_len = min(runner.max_model_len, manager.num_blocks * manager.block_size)
         self.model_name = f"{runner.model.config.name} {runner.model.params.embedding.dtype}"
         self.scheduler = scheduler
+        self.timing = timing
         self._runner = runner
         self._transport = transport
         try:

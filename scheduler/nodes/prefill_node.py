@@ -25,9 +25,6 @@ class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
 
     The node offers copies of blocks, because each step donates the arrays of blocks, so that no
     transport can read them. The blocks stay pinned until the decode node has read the copies.
-
-    Attributes:
-        timing: its times of the hand-off.
     """
 
     def __init__(
@@ -113,9 +110,9 @@ class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
             weights_revision=weights_revision,
             num_groups=num_groups,
             now=now,
+            timing=timing,
             on_events=on_events,
         )
-        self.timing = timing
         self._sender = KVSender(
             self._kv, transport, max_bytes=max_offered_bytes, num_groups=num_groups
         )

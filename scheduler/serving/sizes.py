@@ -170,8 +170,7 @@ def choose_sizes(
     max_running = as_count("max_running", default if max_running is None else max_running, 1)
     if max_model_len is not None:
         max_model_len = as_count("max_model_len", max_model_len, 1)
-    elements_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    bytes_per_block = elements_per_token * block_size * itemsize
+    bytes_per_block = config.kv_elements_per_token * block_size * itemsize
     if num_blocks is None:
         on_devices = bytes_per_block * kv_copies
         room = (int(fraction * memory.num_bytes) - memory.used_bytes) // on_devices - 1

@@ -135,17 +135,18 @@ def test_a_node_that_is_lost_is_replaced(compiled):
     test()
 
 
+def _lose_with_another_token(cluster: Cluster, request: Request) -> None:
+    cluster.restart_decode()
+    request.output_tokens[1] += 1  # as if the lost node had generated another one
+
+
 def test_a_stream_ends_with_an_error_if_another_node_has_other_tokens(compiled):
     """As nodes with other arithmetic have."""
     [expected] = Cluster(compiled).complete([PROMPTS[2]], 24)
 
-    def lose(cluster: Cluster, request: Request) -> None:
-        cluster.restart_decode()
-        request.output_tokens[1] += 1  # as if the lost node had generated another one
-
     @in_loop
     async def test() -> None:
-        async with serving(compiled, on_told=lose) as (_, nodes):
+        async with serving(compiled, on_told=_lose_with_another_token) as (_, nodes):
             with pytest.raises(
                 HandoffFailedError,
                 match=rf"^request 'a': attempt 2 has {expected[1]} as output token 1, and an "
@@ -163,13 +164,9 @@ def test_the_other_samples_end_with_one_that_fails(compiled):
     """Nobody reads them: they would decode to their ends, and hold blocks on both nodes."""
     num_new = MAX_MODEL_LEN - len(PROMPTS[2])
 
-    def lose(cluster: Cluster, request: Request) -> None:
-        cluster.restart_decode()
-        request.output_tokens[1] += 1  # as if the lost node had generated another one
-
     @in_loop
     async def test() -> None:
-        async with serving(compiled, on_told=lose) as (cluster, nodes):
+        async with serving(compiled, on_told=_lose_with_another_token) as (cluster, nodes):
             stream = nodes.generate(PROMPTS[2], GenerationParams(num_new, n=3))
             samples = [each.request for each in stream._consumer.deliveries]
             with pytest.raises(HandoffFailedError, match="whose tokens were told, had"):

@@ -81,8 +81,7 @@ def choose_sizes(
     n: int = arguments.n
     # The last new token needs no KV.
     needed = [-(-(number - 1) // block_size) for number in num_tokens]
-    elements_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    bytes_per_block = elements_per_token * block_size * itemsize
+    bytes_per_block = config.kv_elements_per_token * block_size * itemsize
     num_blocks = arguments.device_blocks or _default_blocks(needed * n, bytes_per_block)
     for index, (prompt, blocks) in enumerate(zip(prompts, needed, strict=True)):
         tokens = f"{len(prompt)} prompt tokens and {arguments.max_new_tokens} new tokens"

@@ -77,7 +77,7 @@ def _sizes(
     arguments = Namespace(**(given | {"token_budget": None} | options))
     layers, heads, dim = kv
     config: Any = SimpleNamespace(
-        num_layers=layers, num_kv_heads=heads, head_dim=dim, max_positions=max_positions
+        kv_elements_per_token=2 * layers * heads * dim, max_positions=max_positions
     )
     return choose_sizes(arguments, [[1] * each for each in lengths], cast(Any, config), itemsize)
 
