@@ -13,8 +13,10 @@ Anybody who can write to the storage can only make pulls fail: their digests tra
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from hashlib import sha256
 from typing import Any, Final
 
@@ -56,8 +58,12 @@ _OPERATION_S: Final = 600.0
 """The attempt ends earlier; this is a safety net."""
 _TTL_S: Final = 600
 _TEST_S: Final = 10.0
-_CLOSE_S: Final = 5.0
+_DELETE_S: Final = 5.0
 _MAINTAIN_S: Final = 0.05
+# Together less than a transport waits for its thread.
+_LAST_DELETES_S: Final = 2.0
+_CLOSE_S: Final = 2.0
+_POLL_S: Final = 1e-3
 
 
 def open_storage_engine(url: str, staging_bytes: int) -> StorageEngine:
@@ -109,6 +115,7 @@ class StorageEngine(TransferEngine):
         self.storage = storage
         self._capacity = staging_bytes
         self._ended: dict[StorageOpId, Completion] = {}
+        self._offers: list[StorageOffer] = []  # until their values are deleted
         self._stored_bytes = self._loaded_bytes = 0
         self._quarantine: list[StoragePull] = []
 
@@ -124,6 +131,7 @@ class StorageEngine(TransferEngine):
         if self._stored_bytes + num_bytes > self._capacity:
             return None
         offer = StorageOffer(self, hosts)
+        self._offers.append(offer)
         self._stored_bytes += num_bytes
         return offer
 
@@ -150,10 +158,12 @@ class StorageEngine(TransferEngine):
         completion = self._ended.get(operation)
         return None if completion is None else completion.statuses[0]
 
-    def end_store(self, operation: StorageOpId, num_bytes: int) -> None:
-        """Forget the store of a part."""
-        self._ended.pop(operation, None)
-        self._stored_bytes -= num_bytes
+    def end_offer(self, offer: StorageOffer) -> None:
+        """Forget a part, whose value is deleted."""
+        for operation in offer.operations:
+            self._ended.pop(operation, None)
+        self._offers.remove(offer)
+        self._stored_bytes -= offer.num_bytes
 
     def end_load(self, pull: StoragePull) -> None:
         """Forget a load, whose memory nothing writes any more."""
@@ -178,20 +188,42 @@ class StorageEngine(TransferEngine):
         return _MAINTAIN_S if self._quarantine else None
 
     def close(self) -> None:
-        """See `TransferEngine.close`: threads that still write keep their memory."""
-        self.storage.close(timeout_s=_CLOSE_S)
+        """See `TransferEngine.close`: delete all values, as far as storage answers in time.
+
+        Threads that still write keep their memory.
+        """
+        give_back(self._delete_all, partial(self.storage.close, timeout_s=_CLOSE_S))
+
+    def _delete_all(self) -> None:
+        for offer in self._offers:
+            offer.withdraw(was_read=False)
+        end = time.monotonic() + _LAST_DELETES_S
+        # A list, so that the deletes run beside each other.
+        while not all([offer.is_withdrawn() for offer in list(self._offers)]):
+            if time.monotonic() >= end:
+                return
+            time.sleep(_POLL_S)
 
 
 class StorageOffer(EngineOffer):
-    """A value that others may load."""
+    """A value that others may load.
+
+    Attributes:
+        num_bytes: size of the part.
+    """
 
     def __init__(self, engine: StorageEngine, arrays: Sequence[npt.NDArray[Any]]) -> None:
         self._key = secrets.token_bytes(KEY_BYTES)
         self.route = seal(self._key)
+        self.num_bytes = sum(each.nbytes for each in arrays)
         self._engine = engine
-        self._num_bytes = sum(each.nbytes for each in arrays)
         self._store = engine.storage.store([self._key], [arrays], timeout_s=_OPERATION_S)
         self._delete: StorageOpId | None = None
+
+    @property
+    def operations(self) -> list[StorageOpId]:
+        """The store, and the delete once it has begun."""
+        return [self._store] if self._delete is None else [self._store, self._delete]
 
     def is_ready(self) -> bool:
         """See `EngineOffer.is_ready`.
@@ -222,11 +254,10 @@ class StorageOffer(EngineOffer):
             is_ended = engine.status(self._store) is not None
             if not (is_ended and engine.storage.fenced(self._store)):
                 return False
-            self._delete = engine.storage.delete([self._key], timeout_s=_CLOSE_S)
+            self._delete = engine.storage.delete([self._key], timeout_s=_DELETE_S)
         if engine.status(self._delete) is None:
             return False
-        engine.end_store(self._store, self._num_bytes)
-        engine.end_store(self._delete, 0)
+        engine.end_offer(self)
         return True
 
 

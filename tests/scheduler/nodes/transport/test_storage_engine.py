@@ -55,6 +55,7 @@ class Shared:
         self.backend = backend
         self.may_store = threading.Event()
         self.may_store.set()
+        self.is_storing = threading.Event()
         self.error: BackendUnreachableError | None = None
         self.damages = False
 
@@ -68,6 +69,7 @@ class Shared:
         return found
 
     def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
+        self.is_storing.set()
         self.may_store.wait(LATE_S)
         if self.error is not None:
             raise self.error
@@ -146,6 +148,26 @@ def test_a_part_that_is_withdrawn_while_it_is_stored_leaves_no_value(
     assert list(shared.list_values()) == [] and pair.prefill.stats().offers == 0
 
 
+@pytest.mark.parametrize("is_withdrawn", [False, True])
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_node_that_closes_leaves_no_value(
+    pair: Pair, shared: Shared, *, is_stored: bool, is_withdrawn: bool
+) -> None:
+    given = arrays()
+    if not is_stored:
+        shared.may_store.clear()
+    pair.prefill.offer(part_id(), given, describe(given, num_blocks=3), ttl_s=LATE_S)
+    if is_stored:
+        wait(pair.prefill, Offered)
+    else:
+        assert shared.is_storing.wait(LATE_S)
+    if is_withdrawn:
+        pair.prefill.withdraw(KEY, was_read=True)
+    shared.may_store.set()
+    pair.prefill.close()
+    assert list(shared.list_values()) == []
+
+
 def test_a_part_that_storage_does_not_take_ends_the_attempt(pair: Pair, shared: Shared) -> None:
     shared.error = BackendUnreachableError("put", "it is away")
     given = arrays()
@@ -213,6 +235,7 @@ class ByHand:
     def __init__(self) -> None:
         self.open: list[StorageOpId] = []
         self.cancelled: list[StorageOpId] = []
+        self.is_closed = False
         self.unfenced: set[StorageOpId] = set()
         self._ended: list[Completion] = []
         self._num_begun = 0
@@ -238,6 +261,10 @@ class ByHand:
 
     def fenced(self, operation: StorageOpId) -> bool:
         return operation not in self.unfenced
+
+    def close(self, *, timeout_s: float) -> bool:
+        self.is_closed = True
+        return True
 
 
 PART = describe([np.zeros(60, np.uint8)], num_blocks=1)
@@ -311,6 +338,16 @@ def test_a_store_takes_its_memory_until_its_value_is_deleted(status: Status) -> 
     assert not offer.is_withdrawn() and len(storage.open) == 1
     storage.end(Status.DELETED)
     assert offer.is_withdrawn() and nothing_is_left(engine) and engine.offer(given)
+
+
+def test_a_storage_that_does_not_answer_is_closed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(storage_engine, "_LAST_DELETES_S", 0.0)
+    storage, engine = by_hand()
+    assert engine.offer([np.zeros(60, np.uint8)])
+    engine.close()
+    assert storage.cancelled == [1] and storage.is_closed
 
 
 @pytest.mark.parametrize("error", [StorageClosedError, MemoryError, KeyboardInterrupt])
