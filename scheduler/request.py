@@ -165,7 +165,13 @@ MAX_TOKENS: Final = 2**31 - 1
 
 
 class Guide(Protocol):
-    """Says which tokens may follow an output: the state of a guided request, on the host."""
+    """Says which tokens may follow an output: the state of a guided request, on the host.
+
+    Attributes:
+        has_failed: whether it does not know what may follow; the next token ends the request.
+    """
+
+    has_failed: bool
 
     def allow(self, output_tokens: Sequence[int], words: Int32Array) -> None:
         """Write the tokens that may come next, at least one.
@@ -331,6 +337,8 @@ class Request:
         """Append a generated token; return the reason if the request ends with it."""
         self.num_tokens += 1
         self.output_tokens.append(token)
+        if self.guide is not None and self.guide.has_failed:
+            return "abort"
         if token in self.stop_token_ids:
             return "stop"
         return "length" if self.num_tokens > self.max_kv_tokens else None

@@ -101,10 +101,15 @@ class Guided:
 
 
 class TokenGuide:
-    """Which token may come next in one output; see ``request.Guide``."""
+    """Which token may come next in one output; see ``request.Guide``.
+
+    Attributes:
+        has_failed: whether the grammar was given up, such as one that became too large.
+    """
 
     def __init__(self, matcher: LLMatcher, end_token_ids: Collection[int]) -> None:
         self._matcher = matcher
+        self.has_failed = False
         self._end_token_ids = end_token_ids
         self._num_taken = 0
         self._has_ended = False
@@ -132,7 +137,7 @@ class TokenGuide:
                 # Nothing can follow: end the output rather than leave the grammar.
                 problem = matcher.get_error().split("\n")[0]
                 _LOGGER.warning("a guided output ends early: %s", problem)
-                self._has_ended = True
+                self.has_failed = self._has_ended = True
         if self._has_ended:
             for token in self._end_token_ids:
                 if token // 32 < len(words):

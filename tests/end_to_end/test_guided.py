@@ -19,7 +19,7 @@ from radixkv.scheduler import Engine, GenerationParams, Guided, RequestError, Sa
 from radixkv.scheduler.gateway.gateway import Gateway
 from radixkv.scheduler.models import MissingExtraError, make_tiny_checkpoint
 from radixkv.scheduler.text import TextTokenizer
-from radixkv.scheduler.text.guided import _LOGGER
+from radixkv.scheduler.text.guided import _LOGGER, TokenGuide
 
 from ..tokenizers import add_tokenizer
 from .conftest import assert_nothing_leaked, fresh
@@ -124,6 +124,54 @@ def test_draws_stay_inside_what_is_asked_for(compiled, seed):
             if sample.finish_reason == "stop":
                 assert is_valid(index, sample.text), sample.text
     assert any(sample.finish_reason == "stop" for each in outputs for sample in each.samples)
+
+
+class GivenUp:
+    """A matcher whose library gives up after some tokens, as with a grammar that gets too large."""
+
+    def __init__(self, matcher: Any, num_left: int) -> None:
+        self._matcher = matcher
+        self._num_left = num_left
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def deep_copy(self) -> GivenUp:
+        return GivenUp(self._matcher.deep_copy(), self._num_left)
+
+    def consume_token(self, token: int) -> bool:
+        self._num_left -= 1
+        return self._num_left >= 0 and self._matcher.consume_token(token)
+
+    def is_error(self) -> bool:
+        return self._num_left < 0 or self._matcher.is_error()
+
+    def get_error(self) -> str:
+        return "Too many items in the row\n<state>"
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 1, 4])
+def test_an_output_whose_grammar_is_given_up_has_not_stopped(
+    compiled, monkeypatch, caplog, num_tokens, ignore_eos
+):
+    """Its text is no JSON of the schema, and "stop" would say that it is."""
+    llm, engine, _ = compiled
+    llm.engine = fresh(engine)
+    make = TokenGuide.__init__
+
+    def make_failing(guide: TokenGuide, matcher: Any, ends: Any) -> None:
+        make(guide, GivenUp(matcher, num_tokens), ends)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenGuide, "__init__", make_failing)
+        params = GenerationParams(48, guided=GUIDES[0], ignore_eos=ignore_eos)
+        (output,) = llm.generate(["the"], params)
+    assert output.finish_reason == "abort"
+    # One more had been chosen when the library gave up, and one ends the output.
+    assert len(output.token_ids) == num_tokens + 2
+    assert caplog.messages[-1] == "a guided output ends early: Too many items in the row"
+    assert_nothing_leaked(llm.engine)
 
 
 def test_the_mask_is_computed_while_the_device_computes_the_step(compiled):
@@ -298,9 +346,11 @@ def test_a_warning_says_once_that_an_output_ends_early(directory, written, after
             guide.allow(tokens[:stop], words)
     ends_in_time = written == "the keys" and ends
     if ends_in_time:
+        assert not guide.has_failed
         assert words.tolist() == [2, *[0] * 10]
     assert len(messages) <= (not ends_in_time)
     if written == "thx":
+        assert guide.has_failed
         text = 'a guided output ends early: Parser Error: token "x" doesn\'t satisfy the grammar'
         assert [message[: len(text)] for message in messages] == [text]
 
