@@ -22,7 +22,11 @@ _POLL_S = 0.2
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check until the time is over, or until an interrupt; 1 if there was a finding."""
+    """Check until the time is over, or until an interrupt; 1 if there was a finding.
+
+    Raises:
+        BadInputError: for an address that cannot be used, or from which nothing came.
+    """
     check_libraries("events")
     check_destination(arguments.json)
     from ..events import EventSubscriber  # here, because it needs the extra
@@ -47,11 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
         lines += ["", f"{name}: {finding['number']:,}", *(f"  {why}" for why in finding["first"])]
     if not OF_RESTARTS.isdisjoint(checker.findings):
         lines += ["", "A restart of the publisher that cannot be seen breaks K3, K4 and K5, too."]
-    if not checker.findings:
+    is_silent = not checker.num_batches and not checker.findings
+    if not checker.findings and not is_silent:
         lines += ["", "No finding."]
     if checker.joined_late:
         lines += ["", "Not every batch is known: unknown blocks are not reported."]
     emit(arguments.json, document, *lines)
+    if is_silent:
+        raise BadInputError(f"no batch came from {arguments.endpoint}, so nothing was checked")
     return int(bool(checker.findings))
 
 

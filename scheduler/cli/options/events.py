@@ -20,7 +20,8 @@ def add_parser(commands: Commands) -> None:
         description="Subscribe to the KV events of a server and apply them as a router does. "
         "Reports batches that were missed, blocks that are removed from a tier that does not have "
         "them or stored where they are, unknown parents, hashes that name two prefixes, and "
-        "changes of the block size. The exit status is 1 if there was any.",
+        "changes of the block size. The exit status is 1 if there was any, and 2 if no "
+        "batch came.",
     )
     check.add_argument(
         "endpoint", metavar="ENDPOINT", help="address of the publisher, such as tcp://HOST:5557"

@@ -119,6 +119,8 @@ def test_a_message_with_other_frames_is_counted_and_the_check_goes_on(radixkv: A
 
 
 def test_an_interrupt_is_the_usual_end(publisher: EventPublisher) -> None:
+    publish(publisher, CacheManager(4, 2, record_events=True), 1, 1)
+    wait_until_kept(publisher, 1)
     with check(publisher) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == f"radixkv: checking {publisher.endpoint}\n"
@@ -132,6 +134,8 @@ def test_an_interrupt_ends_the_command_wherever_it_arrives(
     radixkv: Any, publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is raised in the callback of a weak reference is printed and lost."""
+    publish(publisher, CacheManager(4, 2, record_events=True), 1, 1)
+    wait_until_kept(publisher, 1)
     lost: list[type] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda each: lost.append(each.exc_type))
     num_calls = iter(range(3))
@@ -147,7 +151,9 @@ def test_an_interrupt_ends_the_command_wherever_it_arrives(
         assert reference() is None
 
     monkeypatch.setattr(EventSubscriber, "receive", receive)
-    outcome = radixkv("events", "check", publisher.endpoint)
+    outcome = radixkv(
+        *("events", "check", publisher.endpoint, "--replay", publisher.replay_endpoint)
+    )
     assert (outcome.status, outcome.stderr.count("\n")) == (0, 1)
     assert KeyboardInterrupt not in lost
     assert "No finding.\n" in outcome.stdout
@@ -222,6 +228,17 @@ def test_nobody_answers(radixkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = radixkv("events", "check", nobody, "--replay", nobody)
     assert outcome.status == 2
     assert f"radixkv: {nobody} did not answer in 0.01 s\n" in outcome.stderr
+
+
+@pytest.mark.parametrize("json_options", [(), ("--json", "-")])
+def test_a_silent_address_is_no_success(
+    radixkv: Any, publisher: EventPublisher, json_options: tuple[str, ...]
+) -> None:
+    outcome = radixkv("events", "check", publisher.endpoint, "--seconds", 0, *json_options)
+    assert outcome.status == 2 and "No finding" not in outcome.stdout
+    why = f"radixkv: no batch came from {publisher.endpoint}, so nothing was checked\n"
+    assert outcome.stderr.endswith(why)
+    assert not json_options or json.loads(outcome.stdout)["counts"]["batches"] == 0
 
 
 @pytest.mark.parametrize("library", ["msgspec", "zmq"])
