@@ -24,7 +24,7 @@ from .bugs import Bug
 from .planted import planted
 from .worlds import run_random, subject_of
 
-PROGRAMS: Final = 400
+PROGRAMS: Final = 2000
 NUM_STEPS: Final = 150
 
 
