@@ -111,12 +111,15 @@ class RedisBackend:
         with self._typed("reading"):
             # One command, so the answer is consistent; the extra byte shows a longer value.
             value = self._string_command("GETRANGE", name, 0, room)
+            if value == b"":
+                if not self._command("EXISTS", name):
+                    return None
+                # Is it empty, or has another client just stored it?
+                value = self._string_command("GETRANGE", name, 0, room)
             if value is None:
                 return 0
             if not isinstance(value, bytes):
                 raise BackendError(f"reading failed: the answer is a {type(value).__name__}")
-            if not value and not self._command("EXISTS", name):
-                return None
             if len(value) > room:
                 scatter(value, into)
                 return max(len(value), int(self._command("STRLEN", name)))

@@ -95,6 +95,21 @@ def test_a_value_that_fits_takes_one_command(
         assert commands[1:] == ["GETRANGE", "STRLEN", "GETRANGE", "EXISTS"]
 
 
+def test_a_value_that_another_client_stores_meanwhile_is_not_empty(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connected(server) as backend, connected(server) as other:
+        original = backend._command
+
+        def late(*words: Word) -> object:
+            if words[0] == "EXISTS":
+                put(other, KEYS[0], b"abc")
+            return original(*words)
+
+        monkeypatch.setattr(backend, "_command", late)
+        assert get(backend, KEYS[0], 3) == (3, [b"abc"])
+
+
 def test_a_key_scanned_twice_is_listed_once(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
