@@ -279,7 +279,7 @@ class CacheManager:
             CountError, LeaseError: for a negative count, or a lease that is not live.
             OutOfBlocksError: if too few blocks are free or evictable now.
         """
-        as_count("num_tokens", num_tokens)
+        num_tokens = as_count("num_tokens", num_tokens)
         try:
             if self._leases.get(lease.row) is not lease:
                 raise self._not_live(lease)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -93,6 +93,9 @@ class SamplingParams:
     num_continued: int = 0
 
     def __post_init__(self) -> None:
+        for field in fields(self):  # nodes send Python's numbers
+            if isinstance(value := getattr(self, field.name), np.number):
+                object.__setattr__(self, field.name, value.item())
         for name in ("temperature", "top_p", "min_p", *_PENALTIES):
             if not isinstance(value := getattr(self, name), int | float | np.number):
                 raise RequestError(f"{name} must be a number, got {value!r}")
@@ -260,15 +263,18 @@ class Request:
                     f"request {request_id!r}: {name} must be an integer from 0 to {MAX_LOGPROBS}, "
                     f"got {number!r}"
                 )
-        self.logprobs, self.prompt_logprobs = logprobs, prompt_logprobs
+        # Nodes send Python's numbers.
+        self.logprobs = None if logprobs is None else int(logprobs)
+        self.prompt_logprobs = None if prompt_logprobs is None else int(prompt_logprobs)
         self.guide = guide
         self.output_logprobs: list[TokenLogprob] = []
         self.prompt_records: list[TokenLogprob | None] = [None] * (prompt_logprobs is not None)
         self.request_id = request_id
         self.max_new_tokens = int(max_new_tokens)
-        self.priority = priority
+        self.priority = int(priority)
         self.sampling = sampling
-        self.stop_token_ids = frozenset(stop_token_ids)
+        is_plain = set(map(type, stop_token_ids)) <= {int}  # then samples share the set
+        self.stop_token_ids = frozenset(stop_token_ids if is_plain else map(int, stop_token_ids))
         self.late_token_ids = self.stop_token_ids
         self.namespace = namespace
         self.sample_of = sample_of
@@ -390,7 +396,7 @@ def _check_numbers(
             raise RequestError(f"{name}: {field} must be an integer, got {value!r}")
     if max_new_tokens < 1:
         raise RequestError(f"{name}: max_new_tokens must be at least 1, got {max_new_tokens}")
-    if num_prompt + max_new_tokens > MAX_TOKENS:
+    if num_prompt + int(max_new_tokens) > MAX_TOKENS:
         raise RequestError(
             f"{name}: {num_prompt} prompt tokens and {max_new_tokens} new ones are more than "
             f"{MAX_TOKENS}"

@@ -35,7 +35,7 @@ class BlockPool:
         Raises:
             CountError: if num_blocks is less than 1.
         """
-        self.num_blocks = as_count("num_blocks", num_blocks, minimum=1)
+        self.num_blocks = num_blocks = as_count("num_blocks", num_blocks, minimum=1)
         self._stack = np.empty(num_blocks, np.intp)  # intp: an index without conversion
         # Position of each id on the stack, counted from 1; 0 if it is allocated. The entries of
         # id 0 and of one id past the last are never 0: an id out of range clips to one of them.
@@ -57,7 +57,7 @@ class BlockPool:
             CountError: if num_blocks is negative.
             OutOfBlocksError: if fewer are free. Nothing changes.
         """
-        as_count("num_blocks", num_blocks)
+        num_blocks = as_count("num_blocks", num_blocks)
         if num_blocks > self.num_free:
             raise OutOfBlocksError(num_blocks, self.num_free)
         ids = np.empty(num_blocks, np.int32)

@@ -106,15 +106,15 @@ class StorageWorkers:
             CountError: if num_threads or max_bytes_in_flight is less than 1.
             RuntimeError: if there can be no more threads; the backend is closed then.
         """
-        as_count("num_threads", num_threads, minimum=1)
-        as_count("max_bytes_in_flight", max_bytes_in_flight, minimum=1)
+        num_threads = as_count("num_threads", num_threads, minimum=1)
+        max_bytes = as_count("max_bytes_in_flight", max_bytes_in_flight, minimum=1)
         self._backend = backend
         self._checksummed = ChecksummedBackend(backend)
         self._clock = clock
         self._lock = Lock()  # guards all attributes below; never held during I/O
         self._submitted = Condition(self._lock)
         self._reported = Condition(self._lock)
-        self._table = OperationTable(max_bytes_in_flight, num_threads)
+        self._table = OperationTable(max_bytes, num_threads)
         self._closed = False
         self._parallelism = AdaptiveParallelism()
         self._num_done = self._num_seen = 0  # blocks in total, and at the last poll

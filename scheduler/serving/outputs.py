@@ -32,8 +32,8 @@ class GenerationOutput:
         new_text: the end of it, which the output before did not have.
         token_ids: tokens generated so far, with the token that ended the output.
         new_token_ids: the last of them, which the output before did not have.
-        finish_reason: "length", "stop" or "abort"; None while the request runs. A guided output whose
-            grammar was given up has "abort".
+        finish_reason: "length", "stop" or "abort"; None while the request runs. A guided output
+            whose grammar was given up has "abort".
         hits: prompt tokens that were found in the cache.
         logprobs: the record of each of `token_ids`; None if not asked for.
         prompt_logprobs: None for the first token of the prompt, and the record of each other one;

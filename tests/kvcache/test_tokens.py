@@ -1,5 +1,6 @@
 """Validation of tokens, counts and namespaces, and the text of each error."""
 
+import warnings
 from array import array
 from collections import UserList
 from collections.abc import Callable, Sequence
@@ -309,12 +310,20 @@ def test_a_block_holds_a_token():
         CacheManager(2, 0)
 
 
-def test_numpy_counts_are_counts():
-    manager = CacheManager(np.int64(4), np.int32(2))  # type: ignore[arg-type]
-    lease = manager.admit(manager.match([1, 2]))
-    manager.extend(lease, np.int64(1))  # type: ignore[arg-type]
-    assert manager.evict(np.int64(1)) == 0  # type: ignore[arg-type]
-    assert lease.num_tokens == 3
+@pytest.mark.parametrize("number", [np.int64, np.int32, np.uint8])
+@pytest.mark.parametrize(("num_blocks", "added"), [(4, 3), (254, 200), (255, 200)])
+def test_numpy_counts_are_counts(number: Any, num_blocks: int, added: int) -> None:
+    """Whatever their width: 255 + 1 is 0 in uint8."""
+    with warnings.catch_warnings(action="error"):
+        manager = CacheManager(number(num_blocks), number(2), host=HostConfig(number(num_blocks)))
+        lease = manager.admit(manager.match([1, 2]))
+        for _ in range(2):
+            manager.extend(lease, number(added))
+        assert lease.num_tokens == 2 + 2 * added and manager.check() is None
+        assert manager.evict(number(1)) == 0
+        assert len(BlockPool(number(num_blocks)).allocate(number(num_blocks))) == num_blocks
+    config = HostConfig(number(num_blocks), write="through", hits=number(3))
+    assert repr(config) == f"HostConfig(num_blocks={num_blocks}, write='through', hits=3)"
 
 
 # Namespaces

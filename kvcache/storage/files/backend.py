@@ -78,7 +78,7 @@ class FileBackend:
             OpenToOthersError: if other users can access it.
             ValueError: if max_bytes is less than 1, or sync is unknown.
         """
-        as_count("max_bytes", max_bytes, minimum=1)
+        max_bytes = as_count("max_bytes", max_bytes, minimum=1)
         if sync not in _SYNCS:
             raise ValueError(f"sync must be one of {_SYNCS}, got {sync!r}")
         self.directory = abspath(fspath(directory))

@@ -1,6 +1,7 @@
 """Requests and sampling parameters: arguments, state, and errors."""
 
 import re
+from dataclasses import astuple
 from typing import Any
 
 import jax.numpy as jnp
@@ -151,8 +152,25 @@ def test_sampling_by_what_is_no_number_is_refused(argument: Any, text: str):
         SamplingParams(**argument)
 
 
-def test_a_limit_may_be_of_numpy():
-    assert Request("a", [1], np.int64(3)).max_new_tokens == 3  # type: ignore[arg-type]
+@pytest.mark.parametrize("number", [np.int64, np.int32, np.uint8])
+def test_numbers_of_numpy_become_those_of_python(number: Any) -> None:
+    """A sum of a uint8 is one, and nodes send numbers of Python alone."""
+    request = Request(
+        *("a", [1] * 300, number(200)),
+        priority=number(1),
+        stop_token_ids=[number(7)],
+        logprobs=number(2),
+        prompt_logprobs=number(3),
+        sampling=SamplingParams(
+            *(np.float32(0.5), number(3), np.float64(0.5), number(4)),
+            *(np.float16(0.25), np.float32(2), number(1), np.float32(-1), number(2), number(1)),
+        ),
+    )
+    assert request.max_kv_tokens == 499
+    given = [request.max_new_tokens, request.priority, *request.stop_token_ids, request.logprobs]
+    given += [request.prompt_logprobs, *astuple(request.sampling)]
+    assert given == [200, 1, 7, 2, 3, 0.5, 3, 0.5, 4, 0.25, 2, 1, -1, 2, 1]
+    assert {type(each) for each in given} == {int, float}
 
 
 @pytest.mark.parametrize(
