@@ -176,7 +176,7 @@ def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
 def _end_tokens(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     value = config.get("eos_token_id")
     tokens = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) for token in tokens):
+    if not all(type(token) is int for token in tokens):
         raise CheckpointError(f"{path}: eos_token_id must be token ids, got {value!r}")
     return tuple(tokens)
 

@@ -66,7 +66,7 @@ def parse_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
         raise UnsupportedModelError(path, "partial_rotary_factor", rotary_factor, "1.0")
 
     def setting(key: str) -> float:
-        if key not in settings:
+        if settings.get(key) is None:
             raise CheckpointError(f"{path}: rope type {kind!r} needs the setting {key!r}")
         return as_positive(settings, path, key, 1.0)
 

@@ -154,13 +154,19 @@ class GuideMaker:
             MissingExtraError: if the library llguidance is not installed.
             RequestError: without tokens that end an output, as a guided one must.
         """
-        if not end_token_ids:
-            raise RequestError("guided output needs an end token, and the model has none")
+        # Checkpoints name some that the tokenizer does not have, such as -1.
+        known = [
+            each
+            for each in end_token_ids
+            if 0 <= each < 2**32 and tokenizer.id_to_token(each) is not None
+        ]
+        if not known:
+            raise RequestError("guided output needs an end token, and the tokenizer has none")
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
             raise MissingExtraError(Path("guided output"), "llguidance", "guided") from error
-        self._end_token_ids = sorted(end_token_ids)
+        self._end_token_ids = sorted(known)
         self._tokenizer: LLTokenizer = LLTokenizer(
             tokenizer.to_str(), eos_token=self._end_token_ids
         )

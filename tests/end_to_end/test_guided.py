@@ -293,10 +293,23 @@ def test_a_choice_may_have_any_character(directory):
     assert tokenizer.guide(Guided(choice=[every, *every]), {1})
 
 
+UNKNOWN = (-1, 340, 350, 2**31, 2**32)
+"""No tokens of the tokenizer; checkpoints name such as end tokens."""
+
+
+def test_end_tokens_that_the_tokenizer_lacks_are_left_out(directory):
+    guide = TextTokenizer(directory).guide(Guided(choice=["ab"]), {1, *UNKNOWN})
+    words = np.zeros(11, np.int32)
+    guide.allow(TextTokenizer(directory).encode("ab"), words)
+    assert words.tolist() == [2, *[0] * 10]
+
+
 def test_what_guides_need(compiled, directory, monkeypatch):
     tokenizer = TextTokenizer(directory)
-    with pytest.raises(RequestError, match=r"^guided output needs an end token, and the model has"):
+    with pytest.raises(RequestError, match=r"^guided output needs an end token, and the tokenizer"):
         tokenizer.guide(Guided(regex="a"), ())
+    with pytest.raises(RequestError, match=r"^guided output needs an end token, and the tokenizer"):
+        tokenizer.guide(Guided(regex="a"), UNKNOWN)
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(MissingExtraError, match=r"'llguidance': pip install 'radixkv\[guided\]'$"):
         tokenizer.guide(Guided(regex="a"), {1})

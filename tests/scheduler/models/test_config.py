@@ -271,7 +271,15 @@ def test_unsupported_models_are_refused(entries, text):
             "config.json: eos_token_id must be token ids, got '</s>'",
         ),
         (
+            {"eos_token_id": [1, True]},
+            "config.json: eos_token_id must be token ids, got [1, True]",
+        ),
+        (
             {"rope_scaling": {"rope_type": "linear"}},
+            "config.json: rope type 'linear' needs the setting 'factor'",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": None}},
             "config.json: rope type 'linear' needs the setting 'factor'",
         ),
         (
