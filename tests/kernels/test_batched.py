@@ -62,6 +62,13 @@ class TestDecode(DecodeChecks):
         kernel = partial(attend, decode_batched.decode, sizes=sizes)
         self.check(lengths, heads=Heads(1, 2, 8), width=40, attend=kernel)
 
+    @pytest.mark.parametrize("num_items", [2, 5, 6])
+    def test_chunks_of_a_row_in_several_steps(self, num_items):
+        """With more rows than a step has chunks, and with as many."""
+        kernel = partial(attend, decode_batched.decode, sizes=BatchSizes(4, *2 * [num_items * 352]))
+        lengths = [3, 14, 9, 24, 5, 17]
+        self.check(lengths, heads=Heads(1, 2, 8), width=6, attend=kernel)
+
     def test_rows_of_many_chunks_in_a_step(self):
         """The parts of a tile are added by 16."""
         kernel = partial(attend, decode_batched.decode, sizes=BatchSizes(4, 2**20, 2**20))

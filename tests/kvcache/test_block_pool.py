@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.kvcache import BlockPool, CountError, OutOfBlocksError, RadixKVError, RecycleError
+from radixkv.kvcache.prefix.block_pool import _FEW
 
 
 def ids(*blocks: int) -> np.ndarray:
@@ -131,13 +132,28 @@ def test_reset_frees_all():
     assert pool.allocate(4).tolist() == [1, 2, 3, 4]
 
 
-@given(st.data(), st.integers(1, 12))
+@pytest.mark.parametrize("number", range(_FEW - 1, _FEW + 3))
+@pytest.mark.parametrize("wrong", [0, 1, 14, 99])  # 0 and 99: out of range; 14: free; 1: repeated
+def test_large_and_small_batches_with_a_wrong_id(number, wrong):
+    pool = BlockPool(14)
+    recycled = pool.allocate(number - 1).tolist()
+    with pytest.raises(RecycleError) as caught:
+        pool.recycle(ids(*recycled, wrong))
+    assert (caught.value.refused, caught.value.recycled) == ((wrong,), number - 1)
+    assert free(pool) == list(range(1, 15))
+    pool.check()
+
+
+@given(st.data(), st.integers(1, 2 * _FEW))
 def test_recycling_a_batch_equals_recycling_its_ids_one_by_one(data, num_blocks):
     batch, singles = BlockPool(num_blocks), BlockPool(num_blocks)
     taken = data.draw(st.integers(0, num_blocks))
-    batch.allocate(taken)
+    held = batch.allocate(taken).tolist()
     singles.allocate(taken)
-    recycled = data.draw(st.lists(st.integers(-1, num_blocks + 1), max_size=num_blocks + 2))
+    wrong = st.lists(st.integers(-1, num_blocks + 1), max_size=3)
+    recycled = data.draw(
+        st.permutations(held[: data.draw(st.integers(0, taken))] + data.draw(wrong))
+    )
     refused: list[int] = []
     for block in recycled:
         try:

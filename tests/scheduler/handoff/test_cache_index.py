@@ -126,3 +126,16 @@ def test_a_request_goes_to_the_node_that_says_it_has_the_prefix() -> None:
     assert [router.next_update(name) for name in ("p0", "p1", "d0")] == [2, 2, 1]
     with pytest.raises(RoutingError, match=r"^there is no node 'p9'$"):
         router.next_update("p9")
+
+
+def test_what_an_attempt_that_has_ended_did_not_cache_is_expected_no_more() -> None:
+    size = CacheSize(10, 1)
+    router = Router(prefill={"p0": size, "p1": size}, decode={"d0": size})
+    for name in ("p0", "p1"):
+        for update in CacheReporter().take_messages():
+            assert router.update_cache(name, update)
+    for attempt in range(6):  # each goes to the node that was sent less: none has anything
+        key = AttemptKey("a", attempt)
+        assert router.route(key, [5, 6, 7]).prefill == f"p{attempt % 2}"
+        assert router.loads()[f"p{attempt % 2}"] == 3
+        router.finished(key)

@@ -62,6 +62,15 @@ def test_parts_fill_what_the_decode_node_lacks(cut: PartCut, computed: list[int]
     assert (tokens[: cut.num_cached_tokens] == -1).all()
 
 
+@pytest.mark.parametrize("sent", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("own", [1, 2, 3, 4, 6])
+def test_both_sides_cut_prompts_of_every_length_by_the_same_rule(sent: int, own: int) -> None:
+    """Beyond two parts of the largest size, whose last block may be full or not."""
+    for length in range(1, 2 * sent * MAX_PART_BLOCKS + 2 * lcm(sent, own) + 2):
+        cut = PartCut(sent, own, length, 0)
+        assert all(cut.is_part(*part) for part in parts_of(cut, [])), cut
+
+
 @given(cuts())
 def test_no_part_ends_or_begins_within_a_block(cut: PartCut) -> None:
     common = lcm(cut.sent_block_size, cut.block_size)
