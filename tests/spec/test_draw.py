@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from radixkv.spec.harness.pool_world import PoolSubject
 from radixkv.spec.harness.random_engine import run_case
 from radixkv.spec.harness.subjects import WHATS, What, make_subject
 
+from .designs.hashed import Hashed
 from .toys import Plain
 
 SIZES = {"num_blocks": 6, "block_size": 2, "max_running": 3, "alphabet": 2, "rare": 5, "often": 0}
@@ -265,10 +267,33 @@ def boxes_of(root: ElementTree.Element) -> list[Box]:
     return [Box(x, y, x + width, y + height) for x, y, width, height in sizes]
 
 
+def test_the_tree_has_each_block_once_though_others_have_its_prefix() -> None:
+    trace: list[Operation] = []
+    for name in ("r1", "r2"):  # they compute the same blocks
+        trace += [["submit", name, [0, 0, 1, 1], 0, 0], ["admit", name]]
+    trace += [["forward", name, 4] for name in ("r1", "r2")]
+    trace += [
+        ["submit", "r3", [0, 0, 2, 2], 0, 0],
+        ["admit", "r3"],
+        ["forward", "r3", 2],
+        ["drain"],
+    ]
+    subject = CacheSubject(Hashed, "events")
+    drawn = to_svg(subject, Finding("C1 read-own-prefix", "", SIZES, trace))
+    labels = re.findall(r">(\d+: [^<]*)<", drawn)
+    words = [label.partition(": ")[2] for label in labels]
+    assert sorted(words) == ["0 0", "0 0", "1 1", "1 1", "2 2"]
+    assert len({label.partition(": ")[0] for label in labels}) == 5
+
+
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("depth", ["full", "api"])
-def test_boxes_do_not_overlap_and_lines_join_them(depth: Any, seed: int) -> None:
-    subject = CacheSubject(make_factory(), depth)
+@pytest.mark.parametrize(
+    ("factory", "depth"),
+    [(make_factory(), "full"), (make_factory(), "api"), (Hashed, "events")],
+    ids=["full", "api", "several copies"],
+)
+def test_boxes_do_not_overlap_and_lines_join_them(factory: Any, depth: Any, seed: int) -> None:
+    subject = CacheSubject(factory, depth)
     below = random.Random(seed).randrange
     world = subject.world(subject.configure(below))
     trace, violation = run_case(world, below, 30)

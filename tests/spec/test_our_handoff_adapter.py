@@ -212,10 +212,14 @@ def test_a_node_has_its_options(
     sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     made = Made(monkeypatch, "PrefillScheduler" if role == "prefill" else "DecodeScheduler")
-    adapter = HandoffAdapter({**CONFIG, **more})
-    node = adapter.node(name, role, 8, 90)
+    config = {**CONFIG, **more}
+    adapter = HandoffAdapter(config)
+    for _ in range(2):  # a node that begins anew has what it had
+        node = adapter.node(name, role, 8, 90)
+    assert config == {**CONFIG, **more}, "the configuration is the world's"
     common = {"epoch": 8, "timing": handoff_adapter.TIMING, "token_budget": 5}
-    assert made.given == {**common, **options} and made.recorder.calls == [("tick", 90)]
+    assert made.given == {**common, **options}
+    assert made.recorder.calls == [("tick", 90)] * 2
     assert (node.manager.num_blocks, node.manager.block_size) == sizes
     assert (adapter.max_overtaken, adapter.depth) == (256, more.get("depth", 1))
     tiers = node.manager.tiers

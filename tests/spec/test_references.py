@@ -33,6 +33,13 @@ class Private(Slotted):
         self.__dict__.update(attributes)
 
 
+class _Underscored:
+    __slots__ = ("__hidden",)
+
+    def __init__(self, hidden: Any) -> None:
+        self.__hidden = hidden
+
+
 class Named(list[Any]):
     def __init__(self, items: Any, name: Any) -> None:
         super().__init__(items)
@@ -62,6 +69,7 @@ def test_attributes_slots_and_entries_are_counted() -> None:
 def test_private_slots_are_followed() -> None:
     assert count_references(Private([1, 2, 3])) == 3 + 3
     assert count_references(Private(None, a=[1, 2])) == 3 + 1 + 2
+    assert count_references(_Underscored([1, 2, 3])) == 1 + 3, "Python's name has one underscore"
 
 
 def test_attributes_of_containers_are_followed() -> None:

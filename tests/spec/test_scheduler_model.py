@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from radixkv.spec.model.scheduler import Limits, Request, SchedulerModel, Step, root_tag
-from radixkv.spec.model.scheduler_policies import led_blocks, next_block, reserve
+from radixkv.spec.model.scheduler_policies import check_asked, led_blocks, next_block, reserve
 
 from .violations import code
 
@@ -155,3 +155,19 @@ def test_what_must_be_left_for_running_requests(horizon: int | None) -> None:
     assert (growth, lack) == (both, 4 - 2)
     two.phase = "waiting"
     assert reserve(model, [one, two])[1] == 4 - 1
+
+
+@pytest.mark.parametrize(
+    ("host_blocks", "is_ahead", "rule"),
+    [(3, True, ""), (4, True, "Q12"), (5, True, "Q12"), (1, False, "Q12")],
+)
+def test_storage_is_not_asked_while_others_fill_the_host(
+    host_blocks: int, is_ahead: bool, rule: str
+) -> None:
+    """Two prompts of two blocks want four."""
+    model = model_of(request("r1", [0] * 4), request("r2", [1] * 4), host_blocks=host_blocks)
+    unbegun = [model.live["r2"]]
+    if is_ahead:
+        unbegun.insert(0, model.live["r1"])
+    step = admits(model, ("r2", 0, 4), unasked={"r2"}, unbegun=unbegun)
+    assert code(check_asked, model, step) == rule

@@ -456,6 +456,21 @@ def test_a_target_that_cannot_be_is_told(
     assert str(caught.value) == told
 
 
+@pytest.mark.parametrize("missing", ["missing", "missing_module.part", "missing_"])
+def test_a_module_that_its_target_lacks_is_told(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name may begin as that of the target."""
+    (tmp_path / "missing_module.py").write_text(f"import {missing}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    why = r"^importing missing_module raised ModuleNotFoundError: No module named 'missing"
+    try:
+        with pytest.raises(TargetError, match=why):
+            load_target("missing_module:make")
+    finally:
+        sys.modules.pop("missing_module", None)
+
+
 @pytest.mark.parametrize("kind", ["class", "function", "method"])
 def test_the_sizes_of_a_factory_are_those_of_what_it_wraps(tmp_path: Path, kind: str) -> None:
     """`load_target` wraps a factory, to explain its errors."""
