@@ -171,3 +171,16 @@ def test_storage_is_not_asked_while_others_fill_the_host(
         unbegun.insert(0, model.live["r1"])
     step = admits(model, ("r2", 0, 4), unasked={"r2"}, unbegun=unbegun)
     assert code(check_asked, model, step) == rule
+
+
+@pytest.mark.parametrize(
+    ("ended", "rule"),
+    [(["r1"], ""), ([], "Q28"), (["r1", "r1"], "Q28"), (["r1", "r2"], "Q28"), (["r2"], "Q28")],
+)
+def test_the_end_of_a_request_is_told_once(ended: list[str], rule: str) -> None:
+    model = model_of(request("r1", [0, 1], more=1), request("r2", [1] * 4))
+    step = admits(model, ("r1", 0, 2), ("r2", 0, 4))
+    model.decide(step)
+    model.launch(step)
+    model.compute(step)
+    assert code(model.complete, step, ended) == rule

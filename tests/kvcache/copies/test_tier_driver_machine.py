@@ -190,6 +190,19 @@ class DriverMachine(RuleBasedStateMachine):
         if entry.pieces == 0 and entry.operation.id not in self.asked:
             self.fence(entry)
 
+    @rule(data=st.data(), blocks=st.permutations(DEVICE_BLOCKS))
+    def cancel_what_has_ended(self, data: st.DataObject, blocks: list[int]) -> None:
+        """Their results are not returned yet; those that time out may still be written."""
+        self.device_to_device(blocks, 1)
+        self.time_passes(TIMEOUT_S)
+        assert sorted(self.bench.driver.fenced()) == sorted(self.fenced)
+        self.fenced = []
+        result = data.draw(st.sampled_from(self.results))
+        self.bench.driver.cancel([result.op_id])
+        self.results.remove(result)
+        if result.fenced:
+            self.fenced.append(result.op_id)
+
     def asker(self, asked: Asked) -> Open:
         return next(e for e in self.open.values() if self.asked.get(e.operation.id) is asked)
 
