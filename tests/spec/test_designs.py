@@ -12,17 +12,18 @@ import pytest
 from radixkv.spec.adapters.cache import Snapshot
 from radixkv.spec.adapters.cache_target import Depth
 from radixkv.spec.harness.cache.world import CacheSubject
+from radixkv.spec.harness.engine import Trace, replay
 from radixkv.spec.harness.random_engine import run
 
 from ..profiles import PROFILE
 from .designs.bugs import DESIGN_BUGS, Bug, planted
 from .designs.hashed import Dictionary, Hashed, LastCopy, PrivateCopy
 from .designs.radix import LazySGLang, LightLLM, MiniSGLang, SGLang
-from .designs.trie import Ahead, LMDeploy
+from .designs.trie import Ahead, LMDeploy, Lookahead
 
 DESIGNS = [
     Dictionary, Hashed, LastCopy, PrivateCopy, SGLang, MiniSGLang, LightLLM, LazySGLang, LMDeploy,
-    Ahead,
+    Ahead, Lookahead,
 ]  # fmt: skip
 
 LONG_STEPS = 1_000_000 if PROFILE == "nightly" else 100_000
@@ -45,6 +46,38 @@ def test_a_design_is_clean_under_its_promises(design: Any, depth: Depth) -> None
 @every_design
 def test_a_design_is_clean_for_long(design: Any, depth: Depth) -> None:
     assert run(CacheSubject(design, depth), 100, LONG_STEPS).finding is None
+
+
+class TakesSlotsLater(Lookahead):
+    """Takes slots only when a request grows."""
+
+    def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+        self.slots = 0
+        return super().admit(name, tokens, namespace)
+
+    def append(self, name: str, tokens: Sequence[int]) -> bool:
+        self.slots = Lookahead.slots
+        return super().append(name, tokens)
+
+
+GROWS: Trace = [["forward", "r2", 1], ["append", "r2", [3]]]
+
+
+@pytest.mark.parametrize(
+    ("design", "num_blocks", "grows"), [(Lookahead, 7, []), (TakesSlotsLater, 8, GROWS)]
+)
+def test_what_is_evicted_beside_lookahead_slots_need_not_be_hit(
+    design: Any, num_blocks: int, grows: Trace
+) -> None:
+    """The slots of the second request fill the pool, so that the third one evicts the first."""
+    config = {"num_blocks": num_blocks, "block_size": 1, "max_running": 4, "alphabet": 3}
+    trace: Trace = [
+        ["submit", "r1", [0, 3], 0, 0], ["admit", "r1"], ["forward", "r1", 2], ["finish", "r1"],
+        ["submit", "r2", [3], 8, 0], ["admit", "r2"], *grows,
+        ["submit", "r3", [65536, 65536], 0, 0], ["admit", "r3"], ["finish", "r3"],
+        ["submit", "r4", [0, 3], 0, 0], ["admit", "r4"],
+    ]  # fmt: skip
+    assert replay(CacheSubject(design), config, trace) is None
 
 
 class Shown(PrivateCopy):

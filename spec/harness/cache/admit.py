@@ -78,12 +78,13 @@ def admit(world: CacheState, name: str) -> bool:
             require(not evicted, rules.A8, "{} was refused, and {} evicted", name, evicted)
         require(world.target.available() == before, rules.A8, "{} was refused, not unchanged", name)
         return True
-    world.demand += total
+    request.table = world.target.block_table(name)
+    world.demand += len(request.table)
     _check_hit(world, request, hit)
     if model is not None:
         model.hit(name, hit // world.block_size)
         if not world.promises.one_copy:
-            model.look(name, world.target.block_table(name))  # which copies it uses
+            model.look(name, request.table)  # which copies it uses
     _begin(world, request, hit)
     return True
 

@@ -18,7 +18,9 @@ def check_all(world: CacheState) -> None:
     """Check every rule about a state (not about a step)."""
     running = world.running()
     for request in running:
-        request.table = world.target.block_table(request.name)
+        table = world.target.block_table(request.name)
+        world.demand += max(len(table) - len(request.table), 0)
+        request.table = table
         _check_table(world, request)
     if world.model is None:
         _check_available(world)

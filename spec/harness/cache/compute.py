@@ -210,7 +210,6 @@ def _grow(
         model.actor, model.needed = "growth", needed
         num_published = len(model.cached)
     if call():
-        world.demand += needed
         if needed > 0:
             world.situations["grown into a new block"] += 1
         return True

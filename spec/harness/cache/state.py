@@ -28,7 +28,8 @@ class CacheState:
         model: the model; None at depth ``api``, where nothing is reported.
         consumers: consumers of its KV events; None if it has none.
         seen: the last snapshot; None before it, and at other depths than ``full``.
-        demand: blocks requested so far; up to the pool's size, nothing can have been evicted.
+        demand: blocks that requests were given so far, hits included; up to the pool's size, no
+            eviction can have been necessary.
         num_served: number of steps that served a request alone; `lru` has the last used blocks of
             these.
     """

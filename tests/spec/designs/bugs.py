@@ -23,7 +23,7 @@ class Bug(NamedTuple):
 
 FILES = {
     "hashed": ("Hashed", "LastCopy", "PrivateCopy", "Dictionary"),
-    "trie": ("LMDeploy", "Ahead"),
+    "trie": ("LMDeploy", "Ahead", "Lookahead"),
 }
 
 DESIGN_BUGS = (
@@ -133,6 +133,10 @@ DESIGN_BUGS = (
     Bug("the end of a step frees what others may read", "Ahead",
         "in self.kept if not self.is_read(block)]", "in self.kept]", "events"),
     Bug("a duplicate is kept for ever", "Ahead", "        self.unref(over)\n", ""),
+    # The same, with lookahead slots
+    Bug("blocks are evicted for lookahead slots", "Lookahead",
+        "(len(request.table) + len(self.free)) * self.block_size",
+        "(len(request.table) + self.available()) * self.block_size", "events"),
     # A dictionary
     Bug("used blocks are evicted", "Dictionary", "if block not in used]", "]"),
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -205,3 +205,16 @@ class Ahead(LMDeploy):
             self.report("replaced", name, [block])
         else:
             self.unref([block])
+
+
+class Lookahead(LMDeploy):
+    """The same with lookahead slots: a request also takes free blocks for its next tokens."""
+
+    promises = replace(LMDeploy.promises, holds_exactly=False)
+    slots = 8
+
+    def allocate(self, name: str, request: Request, num_tokens: int) -> bool:
+        if not super().allocate(name, request, num_tokens):
+            return False
+        room = (len(request.table) + len(self.free)) * self.block_size
+        return super().allocate(name, request, min(num_tokens + self.slots, room))
