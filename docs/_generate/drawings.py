@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Final
 
-from tables import OUTPUT, rule_pages
+from tables import OUTPUT
 
 from radixkv.spec.rules.rule import RULES
 
@@ -42,7 +42,6 @@ class Arrow:
 
 def write_drawings() -> None:
     """Write the drawings."""
-    rule_pages()  # enters all rules in RULES
     _write("block_life", 820, 250, BLOCK_BOXES, BLOCK_ARROWS)
     _write("residency", 820, 310, TIER_BOXES, TIER_ARROWS)
     _write("request_life", 820, 250, REQUEST_BOXES, REQUEST_ARROWS)

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-import radixkv.spec
-import radixkv.spec.rules.group  # enters its rules
-import radixkv.spec.rules.handoff  # enters its rules
-import radixkv.spec.rules.scheduler  # enters its rules
-import radixkv.spec.rules.tiers  # enters its rules
+import radixkv.spec.rules
 from radixkv.spec.rules.cache import A1, CACHE_RULES
+from radixkv.spec.rules.events import EVENT_RULES
+from radixkv.spec.rules.group import GROUP_RULES
+from radixkv.spec.rules.handoff import HANDOFF_RULES
 from radixkv.spec.rules.rule import RULES, Rule, Violation, not_judging, require, rule
+from radixkv.spec.rules.scheduler import SCHEDULER_RULES
+from radixkv.spec.rules.tiers import TIER_RULES
 
 INVARIANTS = Path(__file__).parents[2] / "docs" / "specification" / "invariants.jsonl"
+FAMILIES = (CACHE_RULES, TIER_RULES, SCHEDULER_RULES, HANDOFF_RULES, EVENT_RULES, GROUP_RULES)
+"""In the order of the document."""
+
 CODES = {each.code for each in RULES.values()}
 
 
@@ -26,6 +32,16 @@ def test_every_name_is_a_code_and_words_joined_by_dashes() -> None:
     assert len(CODES) == len(RULES), "two rules have the same code"
     assert len(RULES) >= 45
     assert all(name == each.name for name, each in RULES.items())
+
+
+def test_all_rules_are_known_at_once_and_in_the_order_of_the_document() -> None:
+    """In a new process, in which nothing else has imported a chapter."""
+    program = "from radixkv.spec import RULES\nprint(*RULES, sep='\\n')"
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [rule.name for family in FAMILIES for rule in family]
+    modules = {path.stem for path in Path(radixkv.spec.rules.__file__).parent.glob("*.py")}
+    assert len(modules - {"__init__", "rule"}) == len(FAMILIES)
 
 
 def test_every_sentence_is_one() -> None:
