@@ -111,6 +111,14 @@ def test_only_after_a_known_finding_may_the_manager_raise() -> None:
         world.apply(["breaks A3"])
 
 
+def test_a_new_world_has_met_no_known_finding() -> None:
+    world = KnownSubject(Steps(), ["S2", "S4"]).world({})
+    for last in ("stops", "raises"):
+        assert world.apply(["breaks S2"]) and world.apply([last])
+        with pytest.raises(LookupError, match="a manager"):
+            world.apply(["raises"])
+
+
 def test_an_adapter_that_errs_is_told_before_and_after_a_known_finding() -> None:
     world = KnownSubject(Steps(), ["S2"]).world({})
     for _ in range(2):

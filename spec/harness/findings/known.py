@@ -76,11 +76,12 @@ class _KnownWorld:
         return getattr(self._world, name)
 
     def apply(self, operation: Operation) -> bool:
+        world = self._world
         with not_judging(self._known) as met:
             try:
                 return self._apply(operation, met)
             finally:  # an operation that breaks another rule may have met a known one before
-                self._has_met = self._has_met or bool(met)
+                self._has_met = self._world is world and (self._has_met or bool(met))
                 self._earlier.update({f"{MET}{name}": times for name, times in met.items()})
                 self.situations = self._earlier + self._world.situations
 
