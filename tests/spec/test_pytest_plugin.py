@@ -89,6 +89,18 @@ def test_tables_are_tests_of_their_own(pytester: pytest.Pytester, folder: Path) 
     )
 
 
+def test_tables_with_the_same_mistake_have_a_trace_each(
+    pytester: pytest.Pytester, folder: Path
+) -> None:
+    (folder / "toys.py").write_text(f"{TOYS}\nclass Other(Leaky):\n    pass\n")
+    targets = ["toys.py:Leaky", "toys.py:Other"]
+    spec(folder, "".join(f'[table{i}]\ntarget = "{each}"\n' for i, each in enumerate(targets)))
+    run(pytester, "--kv-seed", "1").assert_outcomes(failed=2)
+    found = [read_trace_file(path) for path in traces(folder)]
+    assert sorted(file.target for file in found) == targets
+    assert found[0].finding == found[1].finding
+
+
 def test_each_run_has_a_new_seed_and_a_failure_names_it(
     pytester: pytest.Pytester, folder: Path
 ) -> None:

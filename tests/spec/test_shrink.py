@@ -186,13 +186,22 @@ def test_a_file_has_all_that_is_known_of_its_finding(
     assert read_trace_file(path) == TraceFile(finding, "cache", "", "api", ())
 
 
-def test_files_of_other_traces_and_sizes_have_other_names() -> None:
-    def name(why: str, config: dict[str, Any], trace: Trace) -> str:
-        return TraceFile(Finding("D1 x", why, config, trace)).file_name()
+def test_files_of_other_traces_sizes_and_origins_have_other_names() -> None:
+    def name(why: str, config: dict[str, Any], trace: Trace, *origin: Any) -> str:
+        return TraceFile(Finding("D1 x", why, config, trace), *origin).file_name()
 
-    same = name("a", {"x": 1, "y": 2}, [["drain"]])
-    assert same == name("b", {"y": 2, "x": 1}, [["drain"]])
-    assert len({same, name("a", {"x": 1}, [["drain"]]), name("a", {"x": 1, "y": 2}, [])}) == 3
+    sizes, trace = {"x": 1, "y": 2}, [["drain"]]
+    same = name("a", sizes, trace, "cache", "a:b", "api", ("S2",))
+    assert same == name("b", {"y": 2, "x": 1}, trace, "cache", "a:b", "api", ("S2",))
+    others = [
+        name("a", {"x": 1}, trace, "cache", "a:b", "api", ("S2",)),
+        name("a", sizes, [], "cache", "a:b", "api", ("S2",)),
+        name("a", sizes, trace, "tiers", "a:b", "api", ("S2",)),
+        name("a", sizes, trace, "cache", "a:c", "api", ("S2",)),
+        name("a", sizes, trace, "cache", "a:b", "full", ("S2",)),
+        name("a", sizes, trace, "cache", "a:b", "api", ()),
+    ]
+    assert len({same, *others}) == 7
 
 
 @pytest.mark.parametrize(

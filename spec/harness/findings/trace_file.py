@@ -55,8 +55,9 @@ class TraceFile:
         return "{\n" + ",\n".join([*lines, f' "trace": [\n{trace}\n ]']) + "\n}\n"
 
     def file_name(self) -> str:
-        """Return a file name derived from a digest of the trace."""
-        content = json.dumps([self.finding.config, self.finding.trace], sort_keys=True)
+        """Return a file name derived from a digest of the trace and its origin."""
+        origin = [self.what, self.target, self.depth, self.known]
+        content = json.dumps([*origin, self.finding.config, self.finding.trace], sort_keys=True)
         return f"{hashlib.sha256(content.encode()).hexdigest()[:12]}.trace.json"
 
 
