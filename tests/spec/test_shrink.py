@@ -419,7 +419,13 @@ def test_no_other_way_is_searched_for_a_short_one() -> None:
         (True, lambda value: True, True),
         ("word", lambda value: True, "word"),
         ([7, 7, 7], lambda value: len(value) == 3 and value[1] == 7, [0, 7, 0]),
-        ([[7], 8, True], lambda value: len(value) == 3, [[7], 0, 0]),
+        ([[7], 8, True], lambda value: len(value) == 3, [[0], 0, 0]),
+        ([["r1", 7], ["r2", 7]], lambda value: value[-1:] == [["r2", 7]], [["r2", 7]]),
+        (
+            [["r1", 7], ["r2", 7]],
+            lambda value: [len(each) for each in value] == [2, 2],
+            [["r1", 0], ["r2", 0]],
+        ),
         ([8, 5, 9, 5], lambda value: 9 in value, [9]),
         ([8, 9, 5], lambda value: value[:1] == [8] and value[-1:] == [5], [8, 5]),
         ([8, 5, 9], lambda value: True, []),
@@ -441,6 +447,18 @@ def test_tokens_become_small_and_stay_different() -> None:
         return len(tokens) == 4 and tokens[1] == tokens[3] and len(set(tokens)) == 3
 
     assert shrunk(breaks, [["do", [900, 40, 2, 40]]]).trace == [["do", [0, 2, 1, 2]]]
+
+
+def test_tokens_of_a_batch_stay_equal_to_those_of_a_prompt() -> None:
+    def breaks(done: Trace) -> bool:
+        match done:
+            case [["submit", "r1", [first, second]], ["append_batch", [["r1", third]]]]:
+                return bool(first != second == third)
+        return False
+
+    trace: Trace = [["submit", "r1", [5, 900]], ["append_batch", [["r1", 900]]]]
+    small: Trace = [["submit", "r1", [0, 1]], ["append_batch", [["r1", 1]]]]
+    assert shrunk(breaks, trace).trace == small
 
 
 def test_requests_are_renumbered_in_their_order() -> None:

@@ -200,16 +200,27 @@ def _renamed(value: Any, names: dict[str, str]) -> Any:
 
 def _tokens(trace: Trace) -> set[int]:
     lists = (value for operation in trace for value in operation if isinstance(value, list))
-    return {each for value in lists for each in value if type(each) is int}
+    return {number for value in lists for number in _numbers(value)}
+
+
+def _numbers(value: list[Any]) -> Iterator[int]:
+    for each in value:
+        if isinstance(each, list):
+            yield from _numbers(each)
+        elif type(each) is int:
+            yield each
 
 
 def _with_token(trace: Trace, token: int, other: int) -> Trace:
     def replaced(value: Any) -> Any:
-        if not isinstance(value, list):
-            return value
-        return [other if type(each) is int and each == token else each for each in value]
+        if isinstance(value, list):
+            return [replaced(each) for each in value]
+        return other if type(value) is int and value == token else value
 
-    return [[replaced(value) for value in operation] for operation in trace]
+    return [
+        [replaced(value) if isinstance(value, list) else value for value in operation]
+        for operation in trace
+    ]
 
 
 def _simpler(value: Any) -> Iterator[Any]:
@@ -221,6 +232,14 @@ def _simpler(value: Any) -> Iterator[Any]:
     elif isinstance(value, list):
         yield from (value[:length] for length in range(len(value)))
         yield from (value[:index] + value[index + 1 :] for index in range(len(value)))
+        yield from _with_a_zero(value)
+
+
+def _with_a_zero(value: Any) -> Iterator[Any]:
+    """Yield the value with each of its numbers in turn replaced by 0."""
+    if isinstance(value, list):
         for index, each in enumerate(value):
-            if isinstance(each, int) and each:
-                yield [*value[:index], 0, *value[index + 1 :]]
+            for zeroed in _with_a_zero(each):
+                yield [*value[:index], zeroed, *value[index + 1 :]]
+    elif isinstance(value, int) and value:
+        yield 0
