@@ -11,6 +11,7 @@ writes down each call with its arguments.
 from __future__ import annotations
 
 import builtins
+import math
 import re
 import sys
 import sysconfig
@@ -18,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +27,7 @@ from typing import Any, Final, TypeVar
 
 Made = TypeVar("Made")
 
-PLAIN: Final = (type(None), bool, int, float, str, bytes, slice)
+PLAIN: Final = (type(None), bool, int, float, str, bytes, slice, Enum)
 CONTAINERS: Final = (list, tuple, set, frozenset, deque, dict)
 
 
@@ -124,6 +126,10 @@ class Recording:
         """Write a value as an expression."""
         if isinstance(value, _StandIn):
             return _of(value)[2]
+        if isinstance(value, Enum):
+            kind = self.add_import(type(value))
+            is_member = value.name in type(value).__members__  # or several flags
+            return f"{kind}.{value.name}" if is_member else f"{kind}({self.text(value.value)})"
         if isinstance(value, list | tuple):
             inner = ", ".join(map(self.text, value))
             if _is_named(value) and "<" not in type(value).__qualname__:
@@ -133,6 +139,9 @@ class Recording:
         if isinstance(value, dict):
             pairs = (f"{self.text(key)}: {self.text(each)}" for key, each in value.items())
             return f"{{{', '.join(pairs)}}}"
+        if isinstance(value, set | frozenset) and value:
+            text = f"{{{', '.join(map(self.text, value))}}}"
+            return text if isinstance(value, set) else f"frozenset({text})"
         if isinstance(value, deque):
             return self.text(list(value))
         if isinstance(value, SimpleNamespace):
@@ -144,7 +153,9 @@ class Recording:
             self.imports.add(f"import {module}")
             make = "tensor" if module == "torch" else "array"
             kind = str(value.dtype) if module == "torch" else f"{str(value.dtype)!r}"
-            return f"{module}.{make}({value.tolist()!r}, dtype={kind})"
+            return f"{module}.{make}({self.text(value.tolist())}, dtype={kind})"
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"float({repr(value)!r})"
         return repr(value)
 
 

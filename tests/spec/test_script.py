@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from enum import Enum, Flag, IntEnum
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,6 +240,23 @@ def test_objects_have_names_and_plain_values_stay_plain() -> None:
     ]
 
 
+def test_a_member_of_an_enum_stays_itself() -> None:
+    with recording() as log:
+        shelf = recorded(Shelf)()
+        for each in MEMBERS:
+            assert shelf.mirror(each) is each
+        shelf.size = Level.LOW
+    assert [(line.text, line.result) for line in log.lines[1:]] == [
+        ("shelf.mirror(Status.FREE)", "Status.FREE"),
+        ("shelf.mirror(Status.USED)", "Status.USED"),
+        ("shelf.mirror(Level.LOW)", "Level.LOW"),
+        ("shelf.mirror(Access(0))", "Access(0)"),
+        ("shelf.mirror(Access.READ)", "Access.READ"),
+        ("shelf.mirror(Access(3))", "Access(3)"),
+        ("shelf.size = Level.LOW", ""),
+    ]
+
+
 def test_what_objects_hold_has_names_too() -> None:
     with recording() as log:
         shelf = recorded(Shelf)()
@@ -346,15 +364,34 @@ def test_a_script_keeps_answers_as_they_were(tmp_path: Path) -> None:
 
 # Values as text
 
+
+class Status(Enum):
+    FREE = "free"
+    USED = ("used", 1)
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+class Access(Flag):
+    READ = 1
+    WRITE = 2
+
+
+ENUMS = ("Status", "Level", "Access")
+MEMBERS = [*Status, Level.LOW, Access(0), Access.READ, Access.READ | Access.WRITE]
+
 PLAIN = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text() | st.binary()
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+    | st.binary() | st.sampled_from(MEMBERS)
 )  # fmt: skip
 VALUES = st.recursive(
     PLAIN,
     lambda each: (
         st.lists(each) | st.lists(each).map(tuple) | st.tuples(each)
-        | st.dictionaries(st.integers() | st.text(), each) | st.frozensets(st.integers())
+        | st.dictionaries(st.integers() | st.text() | st.sampled_from(Status), each)
+        | st.frozensets(PLAIN) | st.sets(PLAIN)
     ),
     max_leaves=5,
 )  # fmt: skip
@@ -363,7 +400,10 @@ VALUES = st.recursive(
 @given(VALUES)
 def test_a_value_is_written_as_an_expression_that_gives_it(value: Any) -> None:
     log = Recording()
-    assert eval(log.text(value)) == value and not log.imports
+    names: dict[str, Any] = {}
+    text = log.text(value)
+    exec("\n".join(log.imports), names)
+    assert eval(text, names) == value and names.keys() <= {"__builtins__", *ENUMS}
 
 
 @pytest.mark.parametrize(
@@ -373,6 +413,10 @@ def test_a_value_is_written_as_an_expression_that_gives_it(value: Any) -> None:
         (SimpleNamespace(a=1, b=[2]), "SimpleNamespace(a=1, b=[2])",
          {"from types import SimpleNamespace"}),
         (np.array([1, 2], np.int32), "numpy.array([1, 2], dtype='int32')", {"import numpy"}),
+        (np.array([-np.inf]), "numpy.array([float('-inf')], dtype='float64')", {"import numpy"}),
+        ([float("inf"), float("nan"), 0.5], "[float('inf'), float('nan'), 0.5]", set()),
+        ({Status.FREE}, "{Status.FREE}", {f"from {__name__} import Status"}),
+        (Access.READ | Access.WRITE, "Access(3)", {f"from {__name__} import Access"}),
         ({"a": (Place(1),)}, "{'a': (Place(1, 0),)}", {f"from {__name__} import Place"}),
     ],
 )  # fmt: skip
@@ -420,7 +464,7 @@ def test_an_index_is_written_as_an_expression_that_gives_it(index: Any, value: A
     _, read, write = log.lines
     assert eval(read.text, {"echo": Echo()}) == index and read.is_read and not write.is_read
     assert found == index
-    exec(write.text, {"echo": (other := Echo())})
+    exec(write.text, {**globals(), "echo": (other := Echo())})
     assert other.kept == [(index, value)]
 
 
