@@ -158,7 +158,7 @@ def test_an_output_whose_grammar_is_given_up_has_not_stopped(
     """Its text is no JSON of the schema, and "stop" would say that it is."""
     llm, engine, _ = compiled
     llm.engine = fresh(engine)
-    make = TokenGuide.__init__
+    make: Any = TokenGuide.__init__
 
     def make_failing(guide: TokenGuide, matcher: Any, ends: Any) -> None:
         make(guide, GivenUp(matcher, num_tokens), ends)

@@ -228,6 +228,18 @@ def test_a_match_of_a_namespace_that_has_come_or_gone_is_done_again():
     manager.check()
 
 
+def test_a_match_of_a_namespace_whose_only_request_has_ended_is_done_again():
+    manager = CacheManager(8, 2)
+    lease = start(manager, [9, 9], b"a")  # which published nothing
+    match = manager.match([1, 2, 3, 4], b"a")
+    manager.release(lease)
+    late = manager.admit(match)
+    manager.publish(late, [1, 2, 3, 4])
+    assert hit(manager, [1, 2, 3, 4], b"a") == 2
+    manager.release(late)
+    manager.check()
+
+
 def test_a_match_of_an_older_epoch_is_done_again():
     # As many changes after the reset as before it: the two caches must not be confused.
     manager = CacheManager(8, 2)

@@ -155,16 +155,15 @@ def test_sampling_by_what_is_no_number_is_refused(argument: Any, text: str):
 @pytest.mark.parametrize("number", [np.int64, np.int32, np.uint8])
 def test_numbers_of_numpy_become_those_of_python(number: Any) -> None:
     """A sum of a uint8 is one, and nodes send numbers of Python alone."""
+    sampling: list[Any] = [np.float32(0.5), number(3), np.float64(0.5), number(4)]
+    sampling += [np.float16(0.25), np.float32(2), number(1), np.float32(-1), number(2), number(1)]
     request = Request(
         *("a", [1] * 300, number(200)),
         priority=number(1),
         stop_token_ids=[number(7)],
         logprobs=number(2),
         prompt_logprobs=number(3),
-        sampling=SamplingParams(
-            *(np.float32(0.5), number(3), np.float64(0.5), number(4)),
-            *(np.float16(0.25), np.float32(2), number(1), np.float32(-1), number(2), number(1)),
-        ),
+        sampling=SamplingParams(*sampling),
     )
     assert request.max_kv_tokens == 499
     given = [request.max_new_tokens, request.priority, *request.stop_token_ids, request.logprobs]
