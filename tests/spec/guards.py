@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from radixkv import spec
 from radixkv.spec.adapters.cache_target import Depth
 from radixkv.spec.harness.engine import replay
 from radixkv.spec.rules.rule import Violation
@@ -33,7 +34,9 @@ from .planted.tier_bugs import TIER_BUGS
 from .planted.tiered_scheduler_bugs import TIERED_SCHEDULER_BUGS
 
 ROOT: Final = Path(__file__).parents[2]
-SPEC: Final = ROOT / "spec"
+SPEC: Final = Path(spec.__file__).resolve().parent
+"""The package under test, which a hunt for mutants replaces by a copy with other lines."""
+
 COMMITTED: Final = Path(__file__).with_name("guards.json")
 TABLES: Final = ("kills", "kills_tiers", "handoff_proofs")
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from . import unit_mutants
 from .mutants import HUNTED as BY_WORLDS
 from .mutants import explained
-from .mutations import Mutant, all_mutants
+from .mutations import Mutant, all_mutants, tree_of
 from .unit_mutants import EQUIVALENT, HUNTED, ROOT, PackageCopy, Result, choose, report
 
 FILE = "kvcache/storage/value_format.py"
@@ -58,6 +59,25 @@ def test_a_file_without_and_with_a_bug_and_one_that_does_not_end(tmp_path: Path)
 
 def mutants(number: int) -> list[Mutant]:
     return all_mutants(FILE, (ROOT / FILE).read_text())[:number]
+
+
+def test_the_tests_must_pass_with_other_lines_before_a_mutant_counts_as_killed() -> None:
+    """A test that looks at line numbers would kill every mutant, and hide what no test sees."""
+    run: list[str] = []
+
+    class Copy:
+        def run_tests(self, file: str, source: str, tests: Sequence[str], limit_s: float) -> str:
+            run.append(source)
+            return failing
+
+    source, copy = (ROOT / FILE).read_text("utf-8"), cast(PackageCopy, Copy())
+    failing = ""
+    assert [result.killed_by for result in unit_mutants.hunt(mutants(2), copy)] == ["", ""]
+    assert run == [ast.unparse(tree) for tree in
+                   (ast.parse(source), *(tree_of(each, source) for each in mutants(2)))]  # fmt: skip
+    failing = "FAILED a test"
+    with pytest.raises(AssertionError, match=f"without a mutant of {FILE}: {failing}"):
+        next(unit_mutants.hunt(mutants(1), copy))
 
 
 def test_survivors_are_told_with_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
