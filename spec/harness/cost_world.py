@@ -40,6 +40,9 @@ SPARE: Final = 80
 NUM_TRUNK: Final = 40
 """Blocks of the trunk."""
 
+NUM_TOKENS: Final = 3
+"""Different tokens of a prompt; the trunk has others, so that a prompt hits it only on purpose."""
+
 MAX_RUNNING: Final = 4
 WRITES: Final = ("exclusive", "back", "through")
 
@@ -83,7 +86,7 @@ class CostWorld:
         self.requests: dict[str, list[int]] = {}
         self.parked: dict[str, list[int]] = {}
         self.past: list[list[int]] = []
-        self.trunk = [2 + token for token in range(NUM_TRUNK * self.block_size)]
+        self.trunk = [NUM_TOKENS + token for token in range(NUM_TRUNK * self.block_size)]
         self.on_trunk: set[str] = set()
         self.num_requests = 0
         self.has_diverged = False
@@ -137,9 +140,6 @@ class CostWorld:
                 if not tier:
                     cache.evict(num_idle)
                 settle()
-        if evicts:
-            serve(*self.trunk)
-            settle()
         return cache
 
     def draw(self, below: Below) -> engine.Operation:
@@ -300,7 +300,7 @@ class CostWorld:
 def _prompt(world: CostWorld, name: str, below: Below) -> list[int]:
     start = world.past[below(len(world.past))] if world.past and below(2) else []
     length = 1 + below(4 * world.block_size)
-    return [*start[:length], *(below(3) for _ in range(length - len(start)))]
+    return [*start[:length], *(below(NUM_TOKENS) for _ in range(length - len(start)))]
 
 
 def _trunk_tokens(world: CostWorld, name: str, below: Below) -> int:
@@ -308,7 +308,7 @@ def _trunk_tokens(world: CostWorld, name: str, below: Below) -> int:
 
 
 def _tokens(world: CostWorld, name: str, below: Below) -> list[int]:
-    return [below(3) for _ in range(1 + below(world.block_size + 1))]
+    return [below(NUM_TOKENS) for _ in range(1 + below(world.block_size + 1))]
 
 
 def _groups(world: CostWorld) -> Groups:

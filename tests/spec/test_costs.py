@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
 
 from radixkv.scheduler.fuzz.tier_adapter import make_cost_factory
 from radixkv.spec.harness.cost_world import CostSubject, CostWorld, work_of
-from radixkv.spec.harness.engine import Config, replay
+from radixkv.spec.harness.engine import Config, Operation, replay
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.rules.rule import Violation
 
@@ -110,6 +112,76 @@ class Searching:
 
     def available(self) -> int:
         return 8
+
+
+def slow_in(slow: str, is_slow: Callable[[CostWorld, Any], bool]) -> CostWorld:
+    """Return a world of ours, in which each idle block makes some calls of one method slower."""
+    make, worlds = make_cost_factory(), []
+
+    class Slow:
+        def __init__(self, config: Config) -> None:
+            self.adapter, self.size = make(config), config["num_blocks"]
+
+        def __getattr__(self, name: str) -> Any:
+            method = getattr(self.adapter, name)
+            if name != slow:
+                return method
+
+            def search(*arguments: Any) -> Any:
+                for _ in range(self.size if worlds and is_slow(worlds[0], arguments) else 0):
+                    pass
+                return method(*arguments)
+
+            return search
+
+    config = {**CONFIG, "host_blocks": 1, "write": "back", "hits": 0, "storage": 0, "at_once": 0,
+              "law": 0}  # fmt: skip
+    worlds.append(CostWorld(config, Slow))
+    return worlds[0]
+
+
+STEPS: list[Operation] = [
+    ["hit", "r1", 3, [1]], ["admit", "r2", [0, 1]], ["append", "r2", [1]], ["append_batch", ["r2"]],
+    ["evict", 1], ["prefetch", [2, 2]], ["park", "r2"], ["unpark", "r2"], ["release", "r1"],
+]  # fmt: skip
+"""They call each method for a request on the trunk or for another one, but for `complete`."""
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_each_method_that_becomes_slower_with_the_idle_blocks_is_found(method: str) -> None:
+    world = slow_in(method, lambda *_: True)
+    with pytest.raises(Violation) as caught:
+        assert all([world.apply(operation) for operation in STEPS])
+    assert caught.value.why.startswith(f"{method} takes ")
+    world = slow_in(method, lambda *_: False)
+    assert all([world.apply(operation) for operation in STEPS]) and not world.has_diverged
+
+
+@pytest.mark.parametrize("method", ["admit", "match", "publish", "release"])
+def test_a_method_that_is_slower_on_the_trunk_breaks_the_rule_about_evicted_branches(
+    method: str,
+) -> None:
+    world = slow_in(method, lambda world, arguments: arguments[0] in world.on_trunk)
+    with pytest.raises(Violation, match=rf"{method} takes \d+ lines on a path without branches, "
+                       r"and \d+ on one whose branches were evicted") as caught:  # fmt: skip
+        assert all([world.apply(operation) for operation in STEPS])
+    assert caught.value.rule.code == "S6"
+
+
+def test_no_prompt_hits_the_trunk_by_chance() -> None:
+    """With storage, the caches would differ from then on, and would not be compared any more."""
+    subject = CostSubject(make_cost_factory())
+    config = {**subject.configure(lambda bound: bound - 1), "block_size": 1}
+    world = subject.world(config)
+    generator, tokens = Random(0), set()
+    for number in range(1, 31):
+        operation = world.draw(lambda bound: int(generator.random() * bound))
+        if operation[0] == "admit":
+            assert operation[1] == f"r{world.num_requests + 1}"
+            tokens.update(operation[2])
+        world.apply(operation)
+        assert not world.has_diverged, f"after {number} operations"
+    assert tokens and not tokens & {*world.trunk}
 
 
 def test_a_search_through_all_blocks_is_found() -> None:
