@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from radixkv.spec.harness import random_engine, subjects
-from radixkv.spec.harness.findings.trace_file import read_trace_file
+from radixkv.spec.harness.engine import Finding
+from radixkv.spec.harness.findings import program, shrink, trace_file
+from radixkv.spec.harness.findings.trace_file import TraceFile, read_trace_file
 from radixkv.spec.harness.random_engine import Run
 from radixkv.spec.harness.subjects import SubjectOptions
 
@@ -171,6 +175,59 @@ def test_each_key_and_option_reaches_the_run(
     assert noted == [made, ("a subject", num_steps, 2**31 - 1 if seed is None else seed)]
 
 
+@pytest.mark.parametrize(
+    ("keys", "options", "made"),
+    [
+        ("", (), ("cache", "api", ())),
+        ('what = "tiers"\ndepth = "events"\nknown = ["S2", "A3"]', (),
+         ("tiers", "events", ("S2", "A3"))),
+        ('depth = "full"', ("--kv-depth", "events"), ("cache", "events", ())),
+    ],
+)  # fmt: skip
+def test_a_trace_lies_beside_its_file_and_is_replayed_on_what_it_is_of(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, keys: str,
+    options: tuple[str, ...], made: tuple[str, str, tuple[str, ...]],
+) -> None:  # fmt: skip
+    """The folder of a kvspec.toml is not the one in which pytest runs."""
+    noted: list[Any] = []
+
+    def make_subject(what: str, factory: Any, depth: str, options: SubjectOptions) -> str:
+        noted.append((what, depth, options.known))
+        assert Path(inspect.getfile(inspect.unwrap(factory))) == folder / "toys.py"
+        return "a subject"
+
+    finding = Finding("D1 x", "found", {"num_blocks": 3}, [["drain"]])
+    monkeypatch.setattr(subjects, "make_subject", make_subject)
+    monkeypatch.setattr(random_engine, "run", lambda *_: Run(1, finding, Counter(), 1))
+    monkeypatch.setattr(shrink, "shrink", lambda subject, found: replace(found, why="shrunk"))
+    monkeypatch.setattr(program, "to_program", lambda found, subject: f"{subject}: {found.why}")
+    (folder := pytester.path / "below").mkdir()
+    (folder / "toys.py").write_text(TOYS)
+    spec(folder, f'target = "toys.py:Plain"\n{keys}\n')
+    result = run(pytester, *options)
+    result.assert_outcomes(failed=1)
+    (path,) = traces(folder)
+    result.stdout.fnmatch_lines(["a subject: shrunk", f"written to {path}; seed *"])
+    what, depth, known = made
+    shrunk = replace(finding, why="shrunk")
+    assert read_trace_file(path) == TraceFile(shrunk, what, "toys.py:Plain", depth, known)
+
+    replayed: list[Any] = []
+
+    def replay_file(*given: Any) -> Finding | None:
+        replayed.append(given)
+        return None if len(replayed) == 1 else replace(finding, why="again")
+
+    monkeypatch.setattr(trace_file, "replay_file", replay_file)
+    run(pytester, str(path)).assert_outcomes(passed=1)
+    result = run(pytester, str(path))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["a subject: again"])
+    assert replayed == [("a subject", read_trace_file(path))] * 2
+    run(pytester, str(path), "--kv-depth", "full")
+    assert noted == [made, made, made, (what, "full", known)]
+
+
 def test_only_expected_failures_are_told_without_a_traceback(
     pytester: pytest.Pytester, folder: Path
 ) -> None:
@@ -223,6 +280,9 @@ def test_a_module_is_found_in_the_working_directory(
         ('tarket = "a:b"',
          "kvspec.toml: no such key: tarket (of target, what, depth, steps, seed, block_sizes, "
          "pool_sizes, known)"),
+        ('steps = 9\n[mine]\ntarget = "a:b"',
+         "kvspec.toml: no such key: mine (of target, what, depth, steps, seed, block_sizes, "
+         "pool_sizes, known)"),
         ('target = "a:b"\nknown = "S2"',
          "kvspec.toml: known must be a list of strings, got 'S2'"),
         ('target = "a:b"\nblock_sizes = [1.5]',
@@ -257,9 +317,12 @@ def test_a_wrong_file_is_told_in_one_line(
 
 def test_traces_of_other_tools_are_left_alone(pytester: pytest.Pytester, folder: Path) -> None:
     (folder / "chrome.trace.json").write_text(json.dumps({"traceEvents": []}))
-    large = json.dumps({"rule": "", "config": "", "trace": "x" * (1 << 20)})
-    (folder / "large.trace.json").write_text(large)
+    (folder / "pyproject.toml").write_text('target = "toys.py:Plain"\n')
+    empty = json.dumps({"rule": "", "config": "", "trace": ""})
+    (path := folder / "large.trace.json").write_text(empty + " " * ((1 << 20) + 1 - len(empty)))
     run(pytester).assert_outcomes()
+    path.write_text(empty + " " * ((1 << 20) - len(empty)))
+    run(pytester).assert_outcomes(failed=1)
 
 
 def test_a_trace_that_is_malformed_is_told(pytester: pytest.Pytester, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from radixkv.scheduler.fuzz import targets
 from radixkv.scheduler.fuzz.cache_adapter import make_factory
 from radixkv.spec.adapters.cache import AdapterError
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import Finding, Operation, Trace, replay
+from radixkv.spec.harness.findings import shrink as shrink_module
 from radixkv.spec.harness.findings.program import to_program
-from radixkv.spec.harness.findings.shrink import shrink
+from radixkv.spec.harness.findings.shrink import SMALLEST, shrink
 from radixkv.spec.harness.findings.trace_file import (
     TraceFile,
     TraceFileError,
@@ -24,6 +27,7 @@ from radixkv.spec.harness.findings.trace_file import (
     replay_file,
 )
 from radixkv.spec.harness.random_engine import run
+from radixkv.spec.harness.subjects import WHATS, make_subject
 from radixkv.spec.rules.rule import RULES, require
 
 from .toys import Leaky, Plain
@@ -474,3 +478,62 @@ def test_requests_are_renumbered_in_their_order() -> None:
     assert small.trace == [
         ["submit", "r1"], ["submit", "r2"], ["batch", [["r2", 1]]], ["done", "r1.3"]
     ]  # fmt: skip
+
+
+def test_every_size_is_made_as_small_as_it_can_be() -> None:
+    """What else is a number in a configuration is a choice, of which none is simpler."""
+    sizes = dict.fromkeys(SMALLEST, 5)
+    subject: Any = Judged(lambda done: True)
+    small = shrink(subject, Finding("S1 no-leak", "", {**sizes, "hits": 5}, [["do"]]))
+    assert small.config == {**SMALLEST, "hits": 5}
+    others = set()
+    for what in WHATS:
+        subject = make_subject(what, getattr(targets, what), "full")
+        drawn = [subject.configure(random.Random(seed).randrange) for seed in range(40)]
+        numbers = {name for each in drawn for name, value in each.items() if type(value) is int}
+        others |= numbers - SMALLEST.keys() - {*getattr(subject, "only_drawn", ())}
+    assert others == {
+        "at_once", "budget", "decode", "decode_block_size", "depth", "hits", "late", "law",
+        "max_attempts", "max_overtaken", "more_blocks", "path_blocks", "request_s",
+        "reserve_tokens", "storage", "token_budget",
+    }  # fmt: skip
+
+
+def test_shrinking_ends_after_a_number_of_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each candidate is another one, and none breaks the rule but the first."""
+    monkeypatch.setattr(shrink_module, "MAX_REPLAYS", most := 50)
+    trace: Trace = [["do", 100]]
+    made: list[Judged] = []
+
+    class Noted(Judged):
+        def world(self, config: Any) -> Any:
+            made.append(super().world(config))
+            return made[-1]
+
+    subject: Any = Noted(lambda done: done == trace)
+    small = shrink(subject, Finding("S1 no-leak", "", {}, trace))
+    assert small.trace == trace and len(made) == most
+    made.clear()
+    subject = Noted(lambda done: done[-1][1] in (100, 99))
+    monkeypatch.setattr(shrink_module, "MAX_REPLAYS", 4_000)
+    assert shrink(subject, Finding("S1 no-leak", "", {}, trace)).trace == [["do", 99]]
+    candidates = [repr(world.done) for world in made]
+    failed = [each for each in candidates if each not in ("[['do', 100]]", "[['do', 99]]")]
+    assert len(failed) == len(set(failed)), "what has failed is not replayed again"
+
+
+class Applies(Judged):
+    """Only what begins with "do" applies."""
+
+    def world(self, config: Any) -> Any:
+        return Applies(self.breaks)
+
+    def apply(self, operation: Operation) -> bool:
+        return operation[0] == "do" and super().apply(operation)
+
+
+def test_what_does_not_apply_is_left_out_without_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shrink_module, "MAX_REPLAYS", 1)
+    subject: Any = Applies(lambda done: len(done) == 2)
+    trace: Trace = [["skip"], ["do"], ["skip"], ["do"]]
+    assert shrink(subject, Finding("S1 no-leak", "", {}, trace)).trace == [["do"], ["do"]]

@@ -73,8 +73,8 @@ def test_the_tests_must_pass_with_other_lines_before_a_mutant_counts_as_killed()
     source, copy = (ROOT / FILE).read_text("utf-8"), cast(PackageCopy, Copy())
     failing = ""
     assert [result.killed_by for result in unit_mutants.hunt(mutants(2), copy)] == ["", ""]
-    assert run == [ast.unparse(tree) for tree in
-                   (ast.parse(source), *(tree_of(each, source) for each in mutants(2)))]  # fmt: skip
+    trees = [ast.parse(source), *(tree_of(each, source) for each in mutants(2))]
+    assert run == [ast.unparse(tree) for tree in trees]
     failing = "FAILED a test"
     with pytest.raises(AssertionError, match=f"without a mutant of {FILE}: {failing}"):
         next(unit_mutants.hunt(mutants(1), copy))
