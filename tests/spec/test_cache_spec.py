@@ -174,3 +174,29 @@ def test_a_wrong_manager_of_a_few_lines_breaks_its_rule(wrong: type[Plain]) -> N
     for seed in range(3):
         finding = run(CacheSubject(wrong), seed, 20_000).finding
         assert finding is not None and finding.rule.split()[0] in RULE_OF[wrong], finding
+
+
+class ForgetsItsTable(Exact):
+    """As soon as it is told to, it has no blocks of a request any more."""
+
+    forgets = False
+
+    def block_table(self, name: str) -> list[int]:
+        return [] if self.forgets else super().block_table(name)
+
+
+@pytest.mark.parametrize("word", ["launch", "forward"])
+def test_a_step_is_launched_only_with_enough_blocks(word: str) -> None:
+    adapters: list[ForgetsItsTable] = []
+
+    def make(num_blocks: int, block_size: int) -> ForgetsItsTable:
+        adapters.append(ForgetsItsTable(num_blocks, block_size))
+        return adapters[-1]
+
+    config = {"num_blocks": 4, "block_size": 2, "max_running": 1, "alphabet": 1}
+    world = CacheSubject(make).world(config)
+    for operation in (["submit", "r1", [1, 2, 3], 0, 0], ["admit", "r1"]):
+        assert world.apply(operation)
+    adapters[0].forgets = True
+    with pytest.raises(Violation, match=r"\[A4 .*r1 has 0 blocks for 3 tokens"):
+        world.apply([word, "r1", 3, *(["r1.1"] if word == "launch" else [])])

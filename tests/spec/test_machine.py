@@ -28,6 +28,7 @@ from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.machine import (
     CacheMachine,
     CostMachine,
+    HandoffMachine,
     PoolMachine,
     SchedulerMachine,
     SpecificationMachine,
@@ -35,7 +36,7 @@ from radixkv.spec.harness.machine import (
     TierMachine,
 )
 from radixkv.spec.harness.operations import ALWAYS, Operation, Table
-from radixkv.spec.harness.subjects import SubjectOptions, What
+from radixkv.spec.harness.subjects import WHATS, SubjectOptions, What, make_subject
 from radixkv.spec.rules.rule import Violation
 
 from ..profiles import FACTORS, scaled
@@ -260,6 +261,28 @@ def test_what_is_collected() -> None:
     assert not CacheMachine.__test__ and TestOurCache.__test__
     loader = unittest.defaultTestLoader
     assert loader.loadTestsFromTestCase(TestOurCache).countTestCases() == 1
+
+
+MACHINES: dict[What, type[SpecificationMachine]] = {
+    "cache": CacheMachine, "costs": CostMachine, "handoff": HandoffMachine, "pool": PoolMachine,
+    "scheduler": SchedulerMachine, "tiered_scheduler": TieredSchedulerMachine,
+    "tiers": TierMachine,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_a_machine_of_each_kind_tests_what_it_is_told_to(what: What) -> None:
+    class Machine(MACHINES[what]):  # type: ignore[misc]
+        make = getattr(targets, what)
+        depth = "events"
+        options = SubjectOptions(known=("S2",))
+
+    subject: Any = Machine.subject()
+    wanted: Any = make_subject(what, Machine.make, "events", SubjectOptions())
+    assert subject.known == {"S2 available-is-free-plus-unused"}
+    assert type(subject._subject) is type(wanted) and vars(subject._subject) == vars(wanted)
+    rules = {each.function.__name__ for each in Machine("runTest").rules}
+    assert rules == {each.word for each in subject.table} and Machine.__test__
 
 
 def test_pytest_collects_a_machine_without_a_warning(pytester: pytest.Pytester) -> None:

@@ -28,6 +28,7 @@ from radixkv.spec.harness.findings.trace_file import (
 )
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.harness.subjects import WHATS, make_subject
+from radixkv.spec.harness.tiers.world import TierSubject
 from radixkv.spec.rules.rule import RULES, require
 
 from .toys import Leaky, Plain
@@ -403,8 +404,20 @@ def test_another_way_is_searched_if_no_part_of_a_long_one_can_be_left_out() -> N
         others = len(done) == 12 and done[:3] == [["b"]] * 3
         return done[:-1] == [["a"]] * 12 or others
 
-    small = shrunk(breaks, [*[["a"]] * 12, ["drain"]])
+    drawn: list[Operation] = []
+
+    class Noted(Judged):
+        def world(self, config: Any) -> Any:
+            return Noted(self.breaks)
+
+        def draw(self, below: Any) -> Operation:
+            drawn.append(super().draw(below))
+            return drawn[-1]
+
+    subject: Any = Noted(breaks)
+    small = shrink(subject, Finding("S1 no-leak", "", {}, [*[["a"]] * 12, ["drain"]]))
     assert small.trace[:3] == [["b"]] * 3 and len(small.trace) == 12
+    assert 0 < len(drawn) < 50 * 11, "the search ends with what it finds"
 
 
 def test_no_other_way_is_searched_for_a_short_one() -> None:
@@ -537,3 +550,36 @@ def test_what_does_not_apply_is_left_out_without_a_replay(monkeypatch: pytest.Mo
     subject: Any = Applies(lambda done: len(done) == 2)
     trace: Trace = [["skip"], ["do"], ["skip"], ["do"]]
     assert shrink(subject, Finding("S1 no-leak", "", {}, trace)).trace == [["do"], ["do"]]
+
+
+def test_a_step_that_runs_at_once_and_a_longer_prompt_are_simpler() -> None:
+    submit: Operation = ["submit", "r1", [1], 2, 0]
+    other: Operation = ["submit", "r2", [1], 2, 0]
+    trace: Trace = [
+        submit, other, ["launch", "r1", 1, "r1.1"], ["done", "r1.1"], ["done", "r2.1"],
+        ["append", "r1", [2, 3]],
+    ]  # fmt: skip
+    assert [*CacheSubject(Plain).simpler(trace)] == [
+        [submit, other, ["forward", "r1", 1], ["done", "r2.1"], ["append", "r1", [2, 3]]],
+        [["submit", "r1", [1, 2, 3], 2, 0], *trace[1:5]],
+    ]
+
+
+def test_a_copy_that_ends_with_its_fence_is_simpler() -> None:
+    trace: Trace = [["result", "in1", [2], 0], ["result", "out1", [], 1], ["result", "in1", [], 0]]
+    assert [*TierSubject(Plain).simpler(trace)] == [
+        [["result", "in1", [2], 1], *trace[1:]],
+        [*trace[:2], ["result", "in1", [], 1]],
+    ]
+
+
+def test_the_first_simpler_trace_of_the_subject_that_breaks_the_rule_is_taken() -> None:
+    class Proposes(Judged):
+        def world(self, config: Any) -> Any:
+            return Proposes(self.breaks)
+
+        def simpler(self, trace: Trace) -> Any:
+            yield from [[[word]] for word in ("no", "b", "c")] if trace == [["a"]] else []
+
+    subject: Any = Proposes(lambda done: done[0][0] in "abc")
+    assert shrink(subject, Finding("S1 no-leak", "", {}, [["a"]])).trace == [["b"]]

@@ -52,14 +52,30 @@ _MIXED: Final = _tests(
 _SIDES: Final = _tests(_HANDOFF, "sides", "decode_side", "deferred_asks", "prefill_ends",
                        "decode_admission", "scenarios")  # fmt: skip
 _SPEC_CACHE: Final = _tests(
-    _SPEC, "cache_model", "events", "guards", "traffic", "misuse", "cache_spec", "designs"
+    _SPEC,
+    "cache_model",
+    "operations",
+    "events",
+    "guards",
+    "traffic",
+    "misuse",
+    "cache_spec",
+    "designs",
 )
 _SPEC_TIERS: Final = _tests(
-    _SPEC, "residency", "tier_model", "traffic", "wrong_answers", "tier_spec", "tier_planted"
+    _SPEC,
+    "residency",
+    "tier_model",
+    "operations",
+    "traffic",
+    "wrong_answers",
+    "tier_spec",
+    "tier_planted",
 )
 _SPEC_SCHEDULER: Final = _tests(
     _SPEC,
     "scheduler_model",
+    "operations",
     "traffic",
     "wrong_answers",
     "guards",
@@ -68,7 +84,13 @@ _SPEC_SCHEDULER: Final = _tests(
     "scheduler_spec",
 )
 _SPEC_HANDOFF: Final = _tests(
-    _SPEC, "handoff_model", "traffic", "wrong_answers", "handoff_spec", "handoff_planted"
+    _SPEC,
+    "handoff_model",
+    "operations",
+    "traffic",
+    "wrong_answers",
+    "handoff_spec",
+    "handoff_planted",
 )
 
 HUNTED: Final[dict[str, tuple[str, ...]]] = {
@@ -262,7 +284,7 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "spec/harness/cache/state.py": _SPEC_CACHE,
     "spec/harness/cache/stream.py": _SPEC_CACHE,
     "spec/harness/cache/world.py": _SPEC_CACHE,
-    "spec/harness/cost_world.py": _tests(_SPEC, "traffic", "costs"),
+    "spec/harness/cost_world.py": _tests(_SPEC, "traffic", "costs", "operations"),
     "spec/harness/events.py": _SPEC_CACHE,
     "spec/harness/handoff/configuration.py": _SPEC_HANDOFF,
     "spec/harness/handoff/drain.py": _SPEC_HANDOFF,
