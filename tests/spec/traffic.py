@@ -1,25 +1,33 @@
 """Print what random steps on our systems consist of, as JSON.
 
 A world that never draws some operation, number or configuration finds no bug there, and reports
-success. The committed table counts all that each world draws, and what comes of it. A change that
-makes a world draw something else has to write it anew, and so shows what is drawn more rarely::
+success. So does one that tells its model nothing of what happens, or comes to no guard. The
+committed table counts all that each world draws, what comes of it, each call of the model, and each
+judgement. A change that makes a world draw or tell something else has to write it anew, and so
+shows what is drawn or judged more rarely::
 
     python -m tests.spec.traffic > tests/spec/traffic.json
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import random
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sized
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any, Final, TypeAlias
+from unittest.mock import patch
 
 from radixkv.scheduler.fuzz import targets
 from radixkv.spec.harness.engine import Config, Operation, Subject
 from radixkv.spec.harness.random_engine import case_lengths_of
 from radixkv.spec.harness.subjects import WHATS, What, make_subject
+from radixkv.spec.rules import rule as rules
 
 COMMITTED: Final = Path(__file__).with_name("traffic.json")
 
@@ -50,7 +58,9 @@ def traffic_of(subject: Subject, num_cases: int, num_steps: int = 0) -> Traffic:
 
     Returns:
         How often each value of each part of a configuration was drawn, each operation was drawn and
-        applied, each argument of it had each value, and each situation occurred.
+        applied, each argument of it had each value, and each situation occurred; by method of a
+        model, the number of calls and the sum of each argument; and how often each function judged
+        each rule.
     """
     generator = random.Random(0)
     configs: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -70,22 +80,88 @@ def traffic_of(subject: Subject, num_cases: int, num_steps: int = 0) -> Traffic:
     for _ in range(NUM_CONFIGS):
         configure()
     lengths = case_lengths_of(subject)
-    for _ in range(num_cases):
-        world = subject.world(configure())
-        length = num_steps or lengths[below(len(lengths))]
-        for operation in _operations(world.draw, below, length):
-            word, *values = operation
-            operations[word] += 1
-            operations[f"{word}, applied"] += world.apply(operation)
-            for place, value in enumerate(values):
-                arguments[f"{word} {place}"][_shown(value)] += 1
-        situations.update(world.situations)
+    with noted() as (told, judged):
+        for _ in range(num_cases):
+            world = subject.world(configure())
+            length = num_steps or lengths[below(len(lengths))]
+            for operation in _operations(world.draw, below, length):
+                word, *values = operation
+                operations[word] += 1
+                operations[f"{word}, applied"] += world.apply(operation)
+                for place, value in enumerate(values):
+                    arguments[f"{word} {place}"][_shown(value)] += 1
+            situations.update(world.situations)
     return {
         "configurations": {name: _sorted(counts) for name, counts in sorted(configs.items())},
         "operations": _sorted(operations),
         "arguments": {name: _sorted(counts) for name, counts in sorted(arguments.items())},
         "situations": _sorted(situations),
+        "told": {name: [*counts.values()] for name, counts in sorted(told.items())},
+        "judged": _sorted(judged),
     }
+
+
+@contextmanager
+def noted() -> Iterator[tuple[dict[str, Counter[str]], Counter[str]]]:
+    """Count the calls of all methods of the models, and the judgements, as long as it is open.
+
+    Yields:
+        By method, the number of calls and the sum of each argument; by function and rule, the
+        number of judgements.
+    """
+    told: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    judged: Counter[str] = Counter()
+
+    def require(condition: object, rule: rules.Rule, why: str, *values: object) -> None:
+        caller = sys._getframe(1)
+        module = caller.f_globals["__name__"].removeprefix("radixkv.spec.")
+        function = caller.f_code.co_qualname.partition(".<locals>")[0]
+        judged[f"{module}: {function}: {rule.code}"] += 1
+        original(condition, rule, why, *values)
+
+    original = rules.require
+    with ExitStack() as stack:
+        for module in _modules("radixkv.spec"):
+            if vars(module).get("require") is original:
+                stack.enter_context(patch.object(module, "require", require))
+        for module in _modules("radixkv.spec.model"):
+            for kind in vars(module).values():
+                if isinstance(kind, type) and kind.__module__ == module.__name__:
+                    for name, method in [*vars(kind).items()]:
+                        if isinstance(method, FunctionType) and not name.startswith("_"):
+                            counts = told[f"{kind.__name__}.{name}"]
+                            stack.enter_context(patch.object(kind, name, _counted(method, counts)))
+        yield told, judged
+    for name in [name for name, counts in told.items() if not counts]:
+        del told[name]
+
+
+def _modules(prefix: str) -> list[ModuleType]:
+    return [module for name, module in sorted(sys.modules.items()) if name.startswith(prefix)]
+
+
+def _counted(method: FunctionType, counts: Counter[str]) -> Callable[..., Any]:
+    names = method.__code__.co_varnames[1 : method.__code__.co_argcount]
+
+    @functools.wraps(method)
+    def counted(self: Any, *given: Any, **named: Any) -> Any:
+        counts["calls"] += 1
+        for name, value in (*zip(names, given, strict=False), *named.items()):
+            counts[name] += _size(value)
+        return method(self, *given, **named)
+
+    return counted
+
+
+def _size(value: object) -> int:
+    match value:
+        case int():
+            return value if abs(value) < 1 << 32 else 1  # the others are tags
+        case str() | bytes() | None:
+            return bool(value)
+        case Sized():
+            return len(value)
+    return 1
 
 
 def _operations(draw: Any, below: Any, number: int) -> Iterator[Operation]:
