@@ -116,7 +116,8 @@ class Searching:
 
 def slow_in(slow: str, is_slow: Callable[[CostWorld, Any], bool]) -> CostWorld:
     """Return a world of ours, in which each idle block makes some calls of one method slower."""
-    make, worlds = make_cost_factory(), []
+    make = make_cost_factory()
+    worlds: list[CostWorld] = []
 
     class Slow:
         def __init__(self, config: Config) -> None:

@@ -168,6 +168,17 @@ def test_the_lengths_of_cases_are_those_of_the_subject() -> None:
     assert max(len(world.done) for world in subject.worlds) == 6
 
 
+def test_a_long_run_of_hypothesis_has_new_cases_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first tests are of so few cases, with other seeds."""
+    monkeypatch.setattr(hypothesis_engine, "CASES_AT_ONCE", at_once := 4)
+    subject = Subject()
+    run_hypothesis(subject, 200, 9)
+    done = [repr(world.done) for world in subject.worlds if len(world.done) > 5]
+    assert len(done) > 3 * at_once and len({*done}) == len(done)
+
+
 def test_a_case_that_breaks_a_rule_ends_with_that_operation() -> None:
     for breaks, length in ((2, 2), (5, 5), (6, 6), (7, 6)):
         world: Any = World({"breaks": breaks}, TABLE)

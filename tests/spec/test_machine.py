@@ -272,7 +272,9 @@ MACHINES: dict[What, type[SpecificationMachine]] = {
 
 @pytest.mark.parametrize("what", WHATS)
 def test_a_machine_of_each_kind_tests_what_it_is_told_to(what: What) -> None:
-    class Machine(MACHINES[what]):  # type: ignore[misc]
+    kind: Any = MACHINES[what]
+
+    class Machine(kind):  # type: ignore[misc]
         make = getattr(targets, what)
         depth = "events"
         options = SubjectOptions(known=("S2",))

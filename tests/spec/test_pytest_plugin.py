@@ -193,7 +193,7 @@ def test_a_trace_lies_beside_its_file_and_is_replayed_on_what_it_is_of(
 
     def make_subject(what: str, factory: Any, depth: str, options: SubjectOptions) -> str:
         noted.append((what, depth, options.known))
-        assert Path(inspect.getfile(inspect.unwrap(factory))) == folder / "toys.py"
+        assert Path(inspect.getfile(inspect.unwrap(factory))) == below / "toys.py"
         return "a subject"
 
     finding = Finding("D1 x", "found", {"num_blocks": 3}, [["drain"]])
@@ -201,12 +201,12 @@ def test_a_trace_lies_beside_its_file_and_is_replayed_on_what_it_is_of(
     monkeypatch.setattr(random_engine, "run", lambda *_: Run(1, finding, Counter(), 1))
     monkeypatch.setattr(shrink, "shrink", lambda subject, found: replace(found, why="shrunk"))
     monkeypatch.setattr(program, "to_program", lambda found, subject: f"{subject}: {found.why}")
-    (folder := pytester.path / "below").mkdir()
-    (folder / "toys.py").write_text(TOYS)
-    spec(folder, f'target = "toys.py:Plain"\n{keys}\n')
+    (below := pytester.path / "below").mkdir()
+    (below / "toys.py").write_text(TOYS)
+    spec(below, f'target = "toys.py:Plain"\n{keys}\n')
     result = run(pytester, *options)
     result.assert_outcomes(failed=1)
-    (path,) = traces(folder)
+    (path,) = traces(below)
     result.stdout.fnmatch_lines(["a subject: shrunk", f"written to {path}; seed *"])
     what, depth, known = made
     shrunk = replace(finding, why="shrunk")

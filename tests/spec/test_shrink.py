@@ -567,7 +567,7 @@ def test_a_step_that_runs_at_once_and_a_longer_prompt_are_simpler() -> None:
 
 def test_a_copy_that_ends_with_its_fence_is_simpler() -> None:
     trace: Trace = [["result", "in1", [2], 0], ["result", "out1", [], 1], ["result", "in1", [], 0]]
-    assert [*TierSubject(Plain).simpler(trace)] == [
+    assert [*TierSubject(lambda config: Plain(1, 1)).simpler(trace)] == [
         [["result", "in1", [2], 1], *trace[1:]],
         [*trace[:2], ["result", "in1", [], 1]],
     ]
