@@ -397,6 +397,7 @@ def test_make_may_be_a_function_and_rules_and_invariants_may_be_added() -> None:
 
     run(Machine)
     assert seen["remember"] > 20 and seen["look"] > 20 and seen["invariant"] > 1_000
+    assert seen["remember"] + seen["look"] < 0.3 * seen["invariant"], "one operation in eight"
 
 
 def test_rules_that_are_added_run_only_if_their_precondition_holds() -> None:
