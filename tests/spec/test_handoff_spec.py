@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,15 @@ import pytest
 
 from radixkv.scheduler.fuzz import handoff_adapter
 from radixkv.scheduler.fuzz.handoff_adapter import make_factory
-from radixkv.spec.adapters.handoff import NodeCounts
+from radixkv.spec.adapters.handoff import GATEWAY, Message, NodeCounts
+from radixkv.spec.harness.handoff import events
 from radixkv.spec.harness.handoff.configuration import draw_config
 from radixkv.spec.harness.handoff.events import settle
+from radixkv.spec.harness.handoff.state import Envelope
 from radixkv.spec.harness.handoff.world import HandoffSubject
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.model.handoff import PrefillModel
+from radixkv.spec.rules.rule import Violation
 from tests.scheduler.handoff.bugs import BUGS
 from tests.scheduler.handoff.planted import planted
 from tests.scheduler.handoff.worlds import subject_of
@@ -90,3 +94,24 @@ def test_a_node_of_ours_counts_leases_and_parked_requests() -> None:
     for tiers, held in ((None, 2), (SimpleNamespace(parked=40), 42)):
         figures.tiers = tiers
         assert handoff_adapter._Node.counts(node) == NodeCounts(9, 7, held, 5, 6, 3_210, 12)
+
+
+@pytest.mark.parametrize("known", [None, 1, 2, 3])
+@pytest.mark.parametrize(("changes", "answers"), [(False, False), (True, False), (False, True)])
+def test_a_message_of_an_old_epoch_changes_nothing_at_the_gateway(
+    known: int | None, changes: bool, answers: bool
+) -> None:
+    states = iter(["before", "after" if changes else "before"])
+    gateway = SimpleNamespace(
+        epoch_of=lambda source: known, state_of=lambda source: next(states),
+        receive=lambda *_: None, take_messages=lambda: ["an answer"] if answers else [],
+    )  # fmt: skip
+    message = Message("Started", "r1.1.1")
+    world: Any = SimpleNamespace(gateway=gateway, requests={}, situations=Counter())
+    envelope = Envelope("m", "d0", GATEWAY, 2, 0, message)
+    if known == 3 and (changes or answers):
+        with pytest.raises(Violation, match=r"\[X3 .*Started of epoch 2 of d0"):
+            events._deliver_to_gateway(world, envelope)
+    else:
+        events._deliver_to_gateway(world, envelope)
+    assert world.situations["message of an old epoch"] == (known == 3)

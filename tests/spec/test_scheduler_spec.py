@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from radixkv import scheduler as own_scheduler
 from radixkv.scheduler.fuzz.scheduler_adapter import MixedAdapter, make_factory
 from radixkv.spec.adapters.cache import AdapterError
 from radixkv.spec.adapters.scheduler import SchedulerPromises
@@ -19,11 +21,11 @@ from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.harness.scheduler.configuration import draw_prompt
 from radixkv.spec.harness.scheduler.counts import Books
-from radixkv.spec.harness.scheduler.differential import check_same, draw_requests
+from radixkv.spec.harness.scheduler.differential import WAYS, check_same, draw_requests
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
 from radixkv.spec.model import scheduler_policies
 from radixkv.spec.model.scheduler import next_token, root_tag
-from radixkv.spec.rules.rule import Violation
+from radixkv.spec.rules.rule import Violation, not_judging
 
 from .floors import SCHEDULER_FLOORS, too_rare
 from .planted.plant import Bug, bug
@@ -112,6 +114,45 @@ def test_other_tokens_under_other_options_are_told():
         check_same(
             lambda config: Forgetful(config, package, SchedulerPromises.all()), CONFIG, requests
         )
+
+
+class Under:
+    """Makes schedulers of ours; one under certain options, not the first of these, is odd."""
+
+    def __init__(self, options: dict[str, Any], method: str, answer: Any) -> None:
+        self.options, self.method, self.answer = {**CONFIG, **options}, method, answer
+        self.num_made = 0
+
+    def __call__(self, config: dict[str, Any]) -> Any:
+        made = MixedAdapter(config, own_scheduler, SchedulerPromises.all())
+        self.num_made += config == self.options
+        if config == self.options and (self.num_made > 1 or config != CONFIG):
+            setattr(made, self.method, lambda *_: self.answer)
+        return made
+
+
+def test_outputs_are_compared_under_all_options_that_are_no_sizes_of_the_cache():
+    options = {name for way in WAYS for name in way}
+    assert options | {"policy", "num_blocks", "block_size", "alphabet"} == CONFIG.keys() | {
+        "growth", "depth"
+    }  # fmt: skip
+    assert len({str({**CONFIG, "prefix_cache": None, **way}) for way in WAYS}) == len(WAYS) == 9
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_tokens_reasons_and_refusals_are_compared_under_all_options(way: dict[str, Any]) -> None:
+    requests = [submit("r1", [0, 1, 2], 1), submit("r2", [1], 2)]
+    shown = str(way if {**CONFIG, **way} != CONFIG else {})  # that comes first
+    with not_judging(["Q1 refuse-only-too-large", "Q28 output-is-the-models"]):
+        check_same(Under({"alphabet": 0}, "add", False), CONFIG, requests)
+        for method, answer, told in (
+            ("add", False, r"with {} \[\] are accepted, and without \['r1', 'r2'\]"),
+            ("output", [7], r"with {} r1 generates \(\[7\], 'length'\), and without .*"),
+            ("reason", "stop", r"with {} r1 generates \(\[\d\], 'stop'\), and without .*"),
+        ):
+            with pytest.raises(Violation, match=told.format(re.escape(shown))) as caught:
+                check_same(Under(way, method, answer), CONFIG, requests)
+            assert caught.value.rule.code == "Q29"
 
 
 def test_a_picture_shows_who_runs_and_who_waits():
