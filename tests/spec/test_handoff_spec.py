@@ -11,7 +11,7 @@ import pytest
 
 from radixkv.scheduler.fuzz import handoff_adapter
 from radixkv.scheduler.fuzz.handoff_adapter import make_factory
-from radixkv.spec.adapters.handoff import GATEWAY, Message, NodeCounts
+from radixkv.spec.adapters.handoff import GATEWAY, Begun, Message, NodeCounts, Send
 from radixkv.spec.harness.handoff import events
 from radixkv.spec.harness.handoff.configuration import draw_config
 from radixkv.spec.harness.handoff.events import settle
@@ -115,3 +115,14 @@ def test_a_message_of_an_old_epoch_changes_nothing_at_the_gateway(
     else:
         events._deliver_to_gateway(world, envelope)
     assert world.situations["message of an old epoch"] == (known == 3)
+
+
+@pytest.mark.parametrize(("num_grants", "room"), [(0, 0), (1, 4), (2, 9)])
+def test_a_node_that_grants_several_at_once_may_have_had_room_for_each(
+    num_grants: int, room: int
+) -> None:
+    counts = SimpleNamespace(available=4, num_blocks=9)
+    node: Any = SimpleNamespace(system=SimpleNamespace(counts=lambda: counts))
+    others = [Begun("r1.1.1"), Send("p0", Message("Refuse", "r1.1.1"))]
+    grants = [Send("p0", Message("Grant", "r1.1.1"))] * num_grants
+    assert events._room(node, [*others, *grants]) == room

@@ -15,14 +15,18 @@ import pytest
 
 from radixkv import kvcache
 from radixkv import scheduler as own_scheduler
+from radixkv.scheduler.fuzz.cache_adapter import CacheAdapter
 from radixkv.scheduler.fuzz.handoff_adapter import HandoffAdapter
+from radixkv.scheduler.fuzz.scheduler_adapter import MixedAdapter
 from radixkv.scheduler.fuzz.tier_adapter import TierAdapter
 from radixkv.scheduler.fuzz.tiered_scheduler_adapter import TieredDecodeAdapter, TieredMixedAdapter
 from radixkv.spec.adapters.scheduler import SchedulerPromises
 from radixkv.spec.adapters.tiers import Copy
+from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import Config, Subject, Trace, replay
 from radixkv.spec.harness.handoff.world import HandoffSubject, HandoffWorld
 from radixkv.spec.harness.random_engine import run
+from radixkv.spec.harness.scheduler.counts import Books
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
 from radixkv.spec.harness.tiers.world import TierSubject
 from radixkv.spec.rules.rule import Violation
@@ -328,3 +332,57 @@ def test_a_node_resets_between_steps_only(role: str) -> None:
     for operation in (["reset", name], ["tick", 1], ["drain"]):
         assert world.apply(operation)
     assert world.situations["reset"] > number
+
+
+# Counters
+
+TIER_CONFIG: Final[Config] = {
+    "num_blocks": 4, "block_size": 2, "host_blocks": 3, "write": "back", "hits": 0, "storage": 1,
+    "law": 0, "at_once": 0,
+}  # fmt: skip
+
+
+def one_less(name: str) -> Lie:
+    """Report one less in a counter, as soon as it has counted something."""
+
+    def lie(_: object, answer: Any) -> Any:
+        counts = answer if isinstance(answer, dict) else answer.counts
+        wrong = {**counts, name: counts[name] - (counts[name] > 0)}
+        return wrong if isinstance(answer, dict) else replace(answer, counts=wrong)
+
+    return lie
+
+
+def assert_counter_is_compared(subject: Subject, rules: str, name: str) -> None:
+    """Assert that each finding of some runs is that of the wrong counter."""
+    finding = run(subject, 1, 8_000).finding
+    assert finding is not None, f"{name} is not compared"
+    assert re.fullmatch(rf"({rules}) \S+ {name} is \d+, .*\d+", f"{finding.rule} {finding.why}")
+
+
+@pytest.mark.parametrize("name", TierAdapter(kvcache, TIER_CONFIG).tier_snapshot().counts)
+def test_each_counter_of_the_tiers_is_compared(name: str) -> None:
+    kind = lying(TierAdapter, "tier_snapshot", one_less(name))
+    subject = TierSubject(lambda config: kind(kvcache, config))
+    assert_counter_is_compared(subject, "S3", name)
+
+
+@pytest.mark.parametrize("name", CacheAdapter(kvcache, 4, 2).snapshot().counts)
+def test_each_counter_of_the_device_is_compared(name: str) -> None:
+    kind = lying(CacheAdapter, "snapshot", one_less(name))
+    subject = CacheSubject(lambda *sizes: kind(kvcache, *sizes), "full")
+    assert_counter_is_compared(subject, "S3", name)
+
+
+@pytest.mark.parametrize("name", vars(Books()))
+def test_each_counter_of_a_scheduler_is_compared(name: str) -> None:
+    kind = lying(MixedAdapter, "counts", one_less(name))
+    promises, has_tiers = SchedulerPromises.all(), name == "lower_hit_tokens"
+    tiered = lying(TieredMixedAdapter, "counts", one_less(name))
+
+    def make(config: Config) -> Any:
+        if config.get("decode"):
+            return TieredDecodeAdapter(config, own_scheduler, promises)
+        return (tiered if has_tiers else kind)(config, own_scheduler, promises)
+
+    assert_counter_is_compared(SchedulerSubject(make, has_tiers), "Q13|Q37", name)
