@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any, Final, TypeAlias
 
 import pytest
@@ -24,11 +25,14 @@ from radixkv.spec.adapters.scheduler import SchedulerPromises
 from radixkv.spec.adapters.tiers import Copy
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import Config, Subject, Trace, replay
+from radixkv.spec.harness.handoff.drain import bound_of, flood_bound, partition_bound
 from radixkv.spec.harness.handoff.world import HandoffSubject, HandoffWorld
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.harness.scheduler.counts import Books
+from radixkv.spec.harness.scheduler.operations import most_steps
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
 from radixkv.spec.harness.tiers.world import TierSubject
+from radixkv.spec.model.handoff import Request
 from radixkv.spec.rules.rule import Violation
 
 Lie: TypeAlias = Callable[..., Any]
@@ -332,6 +336,69 @@ def test_a_node_resets_between_steps_only(role: str) -> None:
     for operation in (["reset", name], ["tick", 1], ["drain"]):
         assert world.apply(operation)
     assert world.situations["reset"] > number
+
+
+def smallest(factory: Callable[[Config], HandoffAdapter], **sizes: Any) -> HandoffWorld:
+    """Return a world of the simplest configuration, but for some sizes."""
+    subject = HandoffSubject(factory)
+    world = subject.world({**subject.configure(lambda bound: 0), "request_s": 5_000, **sizes})
+    assert world.apply(["submit", "r1", [1, 2, 3], 3, 0])
+    return world
+
+
+STUCK: Final[list[tuple[list[Any], str, Callable[[HandoffWorld], int]]]] = [
+    (["drain"], "X20 .*there are", bound_of),
+    (["flood", "f1", [1], 2], "X21 .*there is no answer to", lambda world: flood_bound(world, 3)),
+    (["partition", "p0+d0", "r2", [1], 2, [0, 1, 2, 3, 4, 5]], "X28 .*there is no answer to",
+     partition_bound),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("operation", "text", "bound"), STUCK, ids=["drain", "flood", "partition"])
+def test_requests_that_never_end_are_waited_for_as_long_as_they_may_take(
+    operation: list[Any], text: str, bound: Callable[[HandoffWorld], int]
+) -> None:
+    never_works = of_system("node", "has_work", lambda *_: False)
+    world = smallest(never_works, num_prefill=2, num_decode=2, max_overtaken=1)
+    if operation[0] == "partition":  # which submits a request
+        world.apply(["submit", *operation[2:5], 0])
+        due = bound(world)
+        world = smallest(never_works, num_prefill=2, num_decode=2, max_overtaken=1)
+    else:
+        due = bound(world)
+    begin = world.now
+    with pytest.raises(Violation, match=rf"\[{text}") as caught:
+        world.apply(operation)
+    assert world.now - begin == due and f" {due} rounds" in str(caught.value)
+    right = smallest(HandoffAdapter, num_prefill=2, num_decode=2, max_overtaken=1)
+    assert right.apply(operation) and right.now < due
+
+
+def test_the_longest_time_that_a_handoff_may_take() -> None:
+    """Of the requests 8 and 14 tokens are in steps of two groups of layers, 8 in a round."""
+    known = {"r1": Request((1,) * 5, 3, 0), "r2": Request((1,) * 5, 9, 0)}
+    names = ["r1"]
+    world: Any = SimpleNamespace(
+        config={"host_blocks": 0, "max_overtaken": 3}, num_groups=1, requests=known,
+        model=SimpleNamespace(open=lambda: names), prefill_names=["p0", "p1"], decode_names=["d0"],
+    )  # fmt: skip
+    assert bound_of(world) == 19 + 11 + 2
+    assert flood_bound(world, 6) == 2 * (32 + (6 + 2) * (3 + 8))
+    assert partition_bound(world) == 32 * 2 * (1 + 2)
+    names.append("r2")
+    assert bound_of(world) == 19 + 11 + 2 + 11 + 4
+    world.config["host_blocks"] = 4
+    assert bound_of(world) == 19 + 13 + 2 + 13 + 4
+    world.config["storage"] = True
+    assert bound_of(world) == 19 + 17 + 2 + 17 + 4
+
+
+def test_the_most_steps_that_requests_of_a_scheduler_may_take() -> None:
+    live = {name: SimpleNamespace(max_kv_tokens=number) for name, number in (("r1", 4), ("r2", 2))}
+    world: Any = SimpleNamespace(live=live, target=SimpleNamespace(depth=2), copies=None)
+    assert most_steps(world) == 2 * 3 * (5 + 3)
+    world.copies = object()
+    assert most_steps(world) == 8 * 48 + 100
 
 
 # Counters
