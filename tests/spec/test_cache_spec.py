@@ -200,3 +200,31 @@ def test_a_step_is_launched_only_with_enough_blocks(word: str) -> None:
     adapters[0].forgets = True
     with pytest.raises(Violation, match=r"\[A4 .*r1 has 0 blocks for 3 tokens"):
         world.apply([word, "r1", 3, *(["r1.1"] if word == "launch" else [])])
+
+
+class FreesWhatItAdmits(Exact):
+    """The first block of a request stays free; a probe gets all that are free."""
+
+    def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+        hit = super().admit(name, tokens, namespace)
+        if hit is not None:
+            self.free.append(self.tables[name][0])
+        return hit
+
+
+class RefusesProbes(FreesWhatItAdmits):
+    def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+        return None if name == "probe" else super().admit(name, tokens, namespace)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+@pytest.mark.parametrize("manager", [FreesWhatItAdmits, RefusesProbes])
+def test_a_block_that_is_held_and_free_is_named(manager: type[Exact], block_size: int) -> None:
+    config = {"num_blocks": 5, "block_size": block_size, "max_running": 2, "alphabet": 1}
+    trace: Trace = [["submit", "r1", [1] * 2 * block_size, 0, 0], ["admit", "r1"]]
+    violation = replay(CacheSubject(manager), config, trace)
+    assert violation is not None and violation.rule.code == "S2"
+    wanted = "4 of 5 available, should be 3, r1 holds [4, 3]"
+    if manager is FreesWhatItAdmits:
+        wanted += "; free as well: block 4 of r1"
+    assert violation.why == wanted

@@ -18,6 +18,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Final, TypeAlias
@@ -154,14 +155,16 @@ def _counted(method: FunctionType, counts: Counter[str]) -> Callable[..., Any]:
 
 
 def _size(value: object) -> int:
+    """Return a number, a length, or the sum of them of all parts of a record."""
     match value:
         case int():
             return value if abs(value) < 1 << 32 else 1  # the others are tags
         case str() | bytes() | None:
             return bool(value)
-        case Sized():
+        case Sized() if not hasattr(value, "_fields"):
             return len(value)
-    return 1
+    names = [each.name for each in fields(value)] if is_dataclass(value) else ()
+    return 1 + sum(_size(getattr(value, name)) for name in getattr(value, "_fields", names))
 
 
 def _operations(draw: Any, below: Any, number: int) -> Iterator[Operation]:
