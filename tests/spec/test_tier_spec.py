@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from itertools import product
+from typing import Any, Final, cast, get_args
 
 import pytest
 
 from radixkv.scheduler.fuzz import tier_adapter
 from radixkv.spec.adapters.cache import Manager
-from radixkv.spec.adapters.tiers import TierManager
+from radixkv.spec.adapters.tiers import Copy, CopyKind, TierManager
 from radixkv.spec.harness.engine import Config, Operation, Trace, replay
 from radixkv.spec.harness.random_engine import run
+from radixkv.spec.harness.tiers.executor import Executor
 from radixkv.spec.harness.tiers.operations import TIER_TABLE
 from radixkv.spec.harness.tiers.world import TierSubject, TierWorld
-from radixkv.spec.model.ghost import prefix_tags
+from radixkv.spec.model.ghost import POISON, GhostMemory, prefix_tags
 from radixkv.spec.model.two_tier_law import TwoTierLaw
 from radixkv.spec.rules.tiers import TIER_RULES
 
 from .floors import TIER_FLOORS, too_rare
 from .planted.matrix import subject_of
 from .planted.plant import bug
+from .violations import code
 
 CONFIG = {
     "num_blocks": 4, "block_size": 2, "max_running": 2, "alphabet": 1, "host_blocks": 3,
@@ -364,6 +367,70 @@ def test_what_may_be_reported_of_a_copy(before: Trace, applies: list[bool]) -> N
         world = subject().world({**CONFIG, "storage": 0})
         assert all([world.apply(operation) for operation in [*start, *before]])
         assert world.apply(call) == does, call
+
+
+PARKED: Final[Trace] = [
+    ["submit", "r1", [0, 3, 1, 2], 0, 0], ["admit", "r1"], ["forward", "r1", 4],
+    ["park", "r1", "host"], ["take"],
+]  # fmt: skip
+"""Two blocks are written to the host."""
+
+
+@pytest.mark.parametrize("end", ["fence", "cancel"])
+def test_a_copy_that_is_given_up_writes_until_its_fence(end: str) -> None:
+    """Whatever else was written there: the next owner of a block then finds garbage."""
+    world = subject().world({**CONFIG, "storage": 0})
+    first: Operation = ["result", "out1", [1], 0] if end == "fence" else ["unpark", "r1"]
+    last: Operation = ["fence", "out1"] if end == "fence" else ["result", "out1", [], 0]
+    assert all([world.apply(operation) for operation in [*PARKED, first]])
+    executor, [flight] = world.executor, world.executor.flights
+    good, bad = flight.copy.destinations
+    if end == "cancel":
+        assert world.apply(["take"]) and flight.cancelled
+        executor._put("host", good, [7, 7])
+    executor._put("host", bad, [7, 7])
+    before = executor.content("host", good)
+    assert world.apply(last) and not executor.flights
+    assert executor.content("host", bad) == [POISON] * 2
+    assert executor.content("host", good) == (before if end == "fence" else [POISON] * 2)
+
+
+def test_what_is_not_yet_written_is_garbage_and_storage_reads_at_the_end() -> None:
+    world = subject().world(dict(CONFIG))
+    assert all([world.apply(operation) for operation in PARKED])
+    executor, [flight] = world.executor, world.executor.flights
+    request = world.requests["r1"]
+    tags = [request.tags[:2], request.tags[2:]]
+    blocks = flight.copy.destinations
+    assert [executor.content("host", block) for block in blocks] == [[POISON] * 2] * 2
+    assert world.apply(["result", "out1", [], 1]) and world.apply(["take"])
+    assert [executor.content("host", block) for block in blocks] == tags
+    [store] = executor.flights
+    assert not executor.storage and store.copy.sources == blocks
+    executor._put("host", blocks[1], [8, 8])
+    executor.end(store, [0])
+    assert executor.storage == {store.copy.keys[1]: [8, 8]}
+
+
+def test_the_last_operations_that_were_fenced_are_known() -> None:
+    executor = Executor(GhostMemory(1))
+    for number in range(6):
+        [flight] = executor.begin([Copy(number, "out", (1,), (number,), ())])
+        executor.end(flight, [])
+        executor.fenced(flight)
+        assert [each.id for each in executor.ended] == [*range(max(number - 3, 0), number + 1)]
+
+
+@pytest.mark.parametrize("kind", get_args(CopyKind))
+def test_a_copy_names_as_many_blocks_or_keys_in_both_places(kind: CopyKind) -> None:
+    for sizes in product((0, 1, 2), repeat=3):
+        sources, destinations, keys = sizes
+        copy = Copy(5, kind, (1, 2)[:sources], (3, 4)[:destinations], (b"a", b"b")[:keys])
+        named = sorted(size for size in sizes if size)
+        is_right = len(named) == (1 if kind == "lookup" else 2) and named[0] == named[-1]
+        executor = Executor(GhostMemory(1))
+        assert code(executor.begin, [copy]) == ("" if is_right else "T9"), sizes
+        assert code(executor.begin, [copy]) == "T13"
 
 
 def test_a_picture_shows_every_tier_and_what_is_under_way() -> None:

@@ -118,8 +118,8 @@ def _act(world: HandoffState, node: LiveNode, action: Action) -> None:
                 )
             )
         case CancelPull(part):
-            for transfer in world.transfers:
-                transfer.may_fence |= transfer.node == node.name and transfer.part.key == part.key
+            for transfer in world.transfers:  # a part is pulled by one node
+                transfer.may_fence |= transfer.part.key == part.key
         case Started():
             _start(world, node, action)
         case Ended(attempt):
