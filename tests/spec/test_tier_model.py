@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from radixkv.scheduler.fuzz import tier_adapter
+from radixkv.spec.harness.tiers import requests
 from radixkv.spec.harness.tiers.checks import check_parked
+from radixkv.spec.harness.tiers.world import TierSubject
 from radixkv.spec.model.promises import Promises
 from radixkv.spec.model.tiers.operations import TierModel
 from radixkv.spec.model.tiers.residency import Place, Prefixes, Residency, Step
@@ -184,3 +189,36 @@ def test_a_request_is_parked_where_it_was_asked_for(
         check_parked(world)
     else:
         assert code(check_parked, world) == "T37"
+
+
+@pytest.mark.parametrize("tail", [0, 1])
+@pytest.mark.parametrize("num_free", range(5))
+@pytest.mark.parametrize("num_idle", range(3))
+def test_a_request_is_parked_where_the_host_has_room_for_what_it_lacks(
+    num_idle: int, num_free: int, tail: int
+) -> None:
+    """Of its four blocks the host has one, and another is on its way there."""
+    path, others = [11, 12, 13, 14], [21, 22][:num_idle]
+    host = {11: 1, **dict(zip(others, (5, 6), strict=False))}
+    before = Residency({}, host, {12: 2}, frozenset(), num_free, (1, 5, 6))
+    world: Any = SimpleNamespace(situations=Counter())
+    is_refused_rightly = 2 + tail > num_free + num_idle
+    found = code(requests._check_room, world, before, path, tail)
+    assert found == ("" if is_refused_rightly else "T33")
+    assert world.situations["not parked"] == is_refused_rightly
+
+
+def test_no_call_is_under_way_between_two_operations() -> None:
+    """Then the model would allow what only the end of a load, or a reset, may do."""
+    subject = TierSubject(tier_adapter.make_factory())
+    seen: Counter[str] = Counter()
+    for seed in range(3):
+        below = random.Random(seed).randrange
+        world = subject.world({**subject.configure(below), "storage": 1, "law": 0})
+        for _ in range(250):
+            word, *_ = operation = world.draw(below)
+            world.apply(operation)
+            assert not world.tiers.ending and not world.tiers.resetting, operation
+            seen[word] += 1
+        seen.update(world.situations)
+    assert seen["reset"] and seen["loaded for an ended request"] + seen["released while loading"]

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
 from radixkv.spec.adapters.cache import AdapterError
+from radixkv.spec.adapters.tiers import Copy
 from radixkv.spec.harness.engine import Below, Config, Operation, Trace, replay
 from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.random_engine import run
+from radixkv.spec.harness.scheduler.copies import Copies
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
+from radixkv.spec.harness.tiers.executor import Flight
+from radixkv.spec.model.ghost import POISON, GhostMemory
 
 from .designs.schedulers import ChunkWise
 from .floors import TIERED_SCHEDULER_FLOORS, too_rare
@@ -231,3 +239,36 @@ def test_a_decode_node_keeps_to_every_rule() -> None:
     result = run(subject, seed=0, num_steps=3_000)
     assert result.finding is None, result.finding
     assert result.situations["received after a load"]
+
+
+@pytest.mark.parametrize("first_block", [4, 5])
+@pytest.mark.parametrize("is_loading", [True, False])
+@pytest.mark.parametrize("owner", ["r1", "r2", ""])
+def test_a_load_counts_for_a_request_that_waits_for_it_in_these_blocks(
+    owner: str, is_loading: bool, first_block: int
+) -> None:
+    """A request that was preempted meanwhile has other blocks."""
+    request = SimpleNamespace(name="r1", is_loading=is_loading)
+    model: Any = SimpleNamespace(
+        live={"r1": request}, tables={"r1": [4, 6]}, device=GhostMemory(1)
+    )  # fmt: skip
+    copies = Copies(Mock(), model, has_storage=False)
+    flight = Flight(Copy(1, "in", (7, 8), (first_block, 6), ()), [[1], [2]], owner=owner)
+    is_due = owner == "r1" and is_loading and first_block == 4
+    assert copies._loaded_by(flight) is (request if is_due else None)
+
+
+def test_a_copy_of_a_scheduler_writes_garbage_until_its_fence() -> None:
+    model: Any = SimpleNamespace(live={}, situations=Counter(), device=GhostMemory(1))
+    target = Mock(take_cancelled=Mock(return_value=[]))
+    copies = Copies(target, model, has_storage=False)
+    model.device.append([1, 2], 0, 21)
+    model.device.append([1, 2], 1, 22)
+    [flight] = copies.executor.begin([Copy(3, "out", (1, 2), (5, 6), ())])
+    copies.end(flight, [1], False)
+    assert [copies.executor.content("host", block) for block in (5, 6)] == [[21], [POISON]]
+    copies.executor._put("host", 6, [9])
+    copies.end(flight, [], True)  # it has its result, so this is the fence
+    assert [copies.executor.content("host", block) for block in (5, 6)] == [[21], [POISON]]
+    assert target.mock_calls[-1] == call.fence(3) and not copies.executor.flights
+    assert call.complete(3, [True, False], False) in target.mock_calls

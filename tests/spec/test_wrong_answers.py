@@ -6,11 +6,13 @@ The answers are those that no planted bug of our code makes wrong.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any, Final, TypeAlias
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,19 +23,24 @@ from radixkv.scheduler.fuzz.handoff_adapter import HandoffAdapter
 from radixkv.scheduler.fuzz.scheduler_adapter import MixedAdapter
 from radixkv.scheduler.fuzz.tier_adapter import TierAdapter
 from radixkv.scheduler.fuzz.tiered_scheduler_adapter import TieredDecodeAdapter, TieredMixedAdapter
+from radixkv.spec.adapters.handoff import NodeCounts
 from radixkv.spec.adapters.scheduler import SchedulerPromises
 from radixkv.spec.adapters.tiers import Copy
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import Config, Subject, Trace, replay
+from radixkv.spec.harness.handoff import drain
 from radixkv.spec.harness.handoff.drain import bound_of, flood_bound, partition_bound
 from radixkv.spec.harness.handoff.world import HandoffSubject, HandoffWorld
 from radixkv.spec.harness.random_engine import run
-from radixkv.spec.harness.scheduler.counts import Books
+from radixkv.spec.harness.scheduler import operations
+from radixkv.spec.harness.scheduler.counts import Books, Counts
 from radixkv.spec.harness.scheduler.operations import most_steps
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
 from radixkv.spec.harness.tiers.world import TierSubject
 from radixkv.spec.model.handoff import Request
 from radixkv.spec.rules.rule import Violation
+
+from .violations import code
 
 Lie: TypeAlias = Callable[..., Any]
 """Makes another answer: of the adapter, the true answer and the arguments of the call."""
@@ -294,9 +301,23 @@ def of_system(part: str, method: str, lie: Lie) -> type[HandoffAdapter]:
     return lying(HandoffAdapter, part, made)
 
 
+def in_use_when_idle(_: object, counts: NodeCounts) -> NodeCounts:
+    """Count a block as used that nobody holds."""
+    return counts if counts.held else counts._replace(available=counts.num_blocks - 1)
+
+
 HANDOFFS: Final[dict[str, tuple[type[HandoffAdapter], str]]] = {
     "a block is missing when all have ended": (
         of_system("node", "num_free", lambda _, number: number - 1), "X23 .* free blocks",
+    ),
+    "a lease is held when all have ended": (
+        of_system("node", "counts", lambda _, counts: counts._replace(held=1)), "X23 .* has NodeC",
+    ),
+    "a block is in use when all have ended": (
+        of_system("node", "counts", in_use_when_idle), "X23 .* has NodeC",
+    ),
+    "a load is left when all have ended": (
+        of_system("gateway", "loads", lambda *_: {"p0": 0, "d0": 1}), "X24 .*the loads are",
     ),
     "a gateway forgets to answer": (
         of_system("gateway", "take_answers", lambda *_: []), "X20 .* have no answer",
@@ -372,6 +393,65 @@ def test_requests_that_never_end_are_waited_for_as_long_as_they_may_take(
     assert world.now - begin == due and f" {due} rounds" in str(caught.value)
     right = smallest(HandoffAdapter, num_prefill=2, num_decode=2, max_overtaken=1)
     assert right.apply(operation) and right.now < due
+
+
+def test_all_caches_check_themselves_at_the_end_and_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = smallest(HandoffAdapter)
+    monkeypatch.setattr(world, "check_caches", check := Mock())
+    for number in range(1, 70):  # the request was the first operation
+        assert check.call_count == number // 32
+        assert world.apply(["tick", 1])
+    monkeypatch.setattr(drain, "run_rounds", lambda world: None)
+    idle = HandoffSubject(HandoffAdapter).world(world.config)
+    monkeypatch.setattr(idle, "check_caches", check := Mock())
+    drain.drain(idle)
+    check.assert_called_once_with()
+
+
+def test_requests_of_a_scheduler_that_never_end_are_waited_for_as_long_as_they_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[object] = []
+    monkeypatch.setattr(operations, "run_step", steps.append)
+    monkeypatch.setattr(operations, "settle", lambda world: None)
+    submitted: list[str] = []
+    monkeypatch.setattr(operations, "submit", lambda world, name, *_: submitted.append(name))
+    live = {"r1": SimpleNamespace(name="r1", max_kv_tokens=4, is_live=True)}
+    world: Any = SimpleNamespace(
+        live=live, past=[], running=[], target=SimpleNamespace(depth=1), copies=None,
+        is_decode_node=False, config={"max_running": 3}, names=lambda each: "r1",
+        situations=Counter(),
+    )  # fmt: skip
+    bound = most_steps(world)
+    with pytest.raises(Violation, match=rf"\[Q30 .*\] {bound} steps, and r1 have not ended"):
+        operations.drain(world)
+    assert len(steps) == bound == 1 * 2 * 5
+    steps.clear()
+    due = bound + (3 + 1) * (2 + 7)
+    with pytest.raises(Violation, match=rf"\[Q31 .*\] {due} steps, and r1 have not ended"):
+        operations.flood(world, "f1", [1, 2], 7)
+    assert len(steps) == due and submitted == [f"f1.{number}" for number in range(1, due + 1)]
+
+
+@pytest.mark.parametrize("is_loading", [True, False])
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_counts_are_unknown_after_a_load_that_nobody_saw(is_seen: bool, is_loading: bool) -> None:
+    request: Any = SimpleNamespace(
+        name="r1", is_loading=is_loading, prefilling=True, num_preemptions=0
+    )
+    step: Any = SimpleNamespace(
+        chunks=[], preempted=[request], admitted=[], begun={}, running=[],
+        loading={"r1"} if is_seen else {"r2"},
+    )  # fmt: skip
+    counts = Counts(Counter())
+    counts.before(step, {}, 4)
+    assert counts.are_known == (is_seen or not is_loading)
+    counts.before(SimpleNamespace(**{**vars(step), "preempted": []}), {}, 4)  # type: ignore[arg-type]
+    assert counts.are_known == (is_seen or not is_loading), "for ever"
+    for preemptions, error in ((1, ""), (2, "Q37" if counts.are_known else "")):
+        assert code(counts.compare, {"preemptions": preemptions}) == error
 
 
 def test_the_longest_time_that_a_handoff_may_take() -> None:

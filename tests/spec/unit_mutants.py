@@ -86,6 +86,7 @@ _SPEC_SCHEDULER: Final = _tests(
 _SPEC_HANDOFF: Final = _tests(
     _SPEC,
     "handoff_model",
+    "handoff_operations",
     "operations",
     "traffic",
     "wrong_answers",

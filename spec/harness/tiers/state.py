@@ -209,7 +209,6 @@ class TierState(CacheState):
                 come = load.num_hit + min(leading(flight.ok), load.num_host)
                 model.holdings[flight.owner].computed = come * self.block_size
         answer = self.ask(method, flight.copy.id, *arguments)
-        model.ending = False
         if fenced and detached:
             model.abandoned(flight.op)
         return answer
