@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from radixkv.scheduler.fuzz import tier_adapter
-from radixkv.spec.harness.tiers import requests
+from radixkv.spec.harness.tiers import requests, take
 from radixkv.spec.harness.tiers.checks import check_parked
 from radixkv.spec.harness.tiers.world import TierSubject
 from radixkv.spec.model.promises import Promises
@@ -222,3 +222,21 @@ def test_no_call_is_under_way_between_two_operations() -> None:
             seen[word] += 1
         seen.update(world.situations)
     assert seen["reset"] and seen["loaded for an ended request"] + seen["released while loading"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "rule"),
+    [
+        ([[11, 13]], ""), ([[13], [11]], ""), ([[11]], "T27"), ([], "T27"),
+        ([[11, 12, 13]], ""),  # it was dropped after it was read
+        ([[11, 13, 14]], "T27"), ([[11, 13], [11]], "T27"), ([[11, 11, 13]], "T27"),
+    ],
+)  # fmt: skip
+def test_each_new_copy_on_the_host_is_stored_once(stored: list[list[int]], rule: str) -> None:
+    """What was dropped before need not be stored, also not when it comes again."""
+    tiers = SimpleNamespace(to_store={11, 12, 13}, now=SimpleNamespace(host={11: 1, 13: 3, 14: 4}))
+    world: Any = SimpleNamespace(tiers=tiers)
+    flights: list[Any] = [SimpleNamespace(kind="store", tags=tags) for tags in stored]
+    flights.append(SimpleNamespace(kind="out", tags=[14]))
+    assert code(take._check_stores, world, flights) == rule
+    assert rule or not tiers.to_store

@@ -272,3 +272,14 @@ def test_a_copy_of_a_scheduler_writes_garbage_until_its_fence() -> None:
     assert [copies.executor.content("host", block) for block in (5, 6)] == [[21], [POISON]]
     assert target.mock_calls[-1] == call.fence(3) and not copies.executor.flights
     assert call.complete(3, [True, False], False) in target.mock_calls
+
+
+@pytest.mark.parametrize("storage", [0, 1])
+@pytest.mark.parametrize("decode", [0, 1])
+def test_only_who_computes_prompts_must_ask_storage_for_them(decode: int, storage: int) -> None:
+    sizes = config(num_blocks=4, block_size=1, max_running=2, token_budget=3, host_blocks=3)
+    world = tiered_subject().world({**sizes, "decode": decode, "storage": storage})
+    assert world.copies is not None and world.is_decode_node == bool(decode)
+    assert world.copies.has_storage == (storage and not decode)
+    assert world.apply(submit("r1", [0, 1], 1))
+    assert world.copies.unasked == ({"r1"} if storage and not decode else set())
