@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from radixkv.scheduler.fuzz import cache_adapter, pool_adapter
-from radixkv.spec.harness.cache import checks
+from radixkv.spec.harness.cache import admit, checks
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import Trace, replay
 from radixkv.spec.harness.pool_world import PoolSubject
@@ -21,6 +21,7 @@ from radixkv.spec.rules.rule import Violation
 
 from .floors import CACHE_FLOORS, too_rare
 from .toys import Plain
+from .violations import code
 
 
 def test_our_pool_keeps_every_rule() -> None:
@@ -228,3 +229,17 @@ def test_a_block_that_is_held_and_free_is_named(manager: type[Exact], block_size
     if manager is FreesWhatItAdmits:
         wanted += "; free as well: block 4 of r1"
     assert violation.why == wanted
+
+
+@pytest.mark.parametrize("hits_last", [True, False])
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_a_hit_is_of_whole_blocks_of_the_prompt(block_size: int, hits_last: bool) -> None:
+    class Claims(Plain):
+        promises = Promises(hits_last=hits_last)
+
+    for hit in range(-1, 9):
+        world = CacheSubject(Claims).world({"num_blocks": 7, "block_size": block_size})
+        assert world.apply(["submit", "r1", [1] * 6, 0, 0])
+        is_whole = hit % block_size == 0 and 0 <= hit <= 6
+        wanted = "" if is_whole and (hits_last or hit < 6) else "H4" if is_whole else "H3"
+        assert code(admit._check_hit, world, world.requests["r1"], hit) == wanted, hit

@@ -240,6 +240,13 @@ def with_nobody(_: Any, names: list[str]) -> list[str]:
     return [*names, "nobody"]
 
 
+def copying_nobody(scheduler: Any, chunks: list[Any]) -> list[Any]:
+    """Name a copy of the tokens of nobody, too."""
+    copies = scheduler.copies()
+    scheduler.copies = lambda: [*copies, ("nobody", "nobody", 1, 1)]
+    return chunks
+
+
 SCHEDULERS: Final[dict[str, tuple[type[Any], str]]] = {
     "a result is not heard": (
         lying(TieredMixedAdapter, "complete", lambda *_: False),
@@ -270,6 +277,9 @@ SCHEDULERS: Final[dict[str, tuple[type[Any], str]]] = {
     "nobody is computed": (
         lying(TieredMixedAdapter, "schedule", lambda _, chunks: [*chunks, ("nobody", 0, 1)]),
         "Q2 .*nobody is computed, and is not live",
+    ),
+    "nobody is copied": (
+        lying(TieredMixedAdapter, "schedule", copying_nobody), "Q2 .*is copied, and not live",
     ),
     "nobody is received": (
         lying(TieredDecodeAdapter, "receive", lambda _, got: got._replace(name="nobody")),
@@ -393,6 +403,13 @@ def test_requests_that_never_end_are_waited_for_as_long_as_they_may_take(
     assert world.now - begin == due and f" {due} rounds" in str(caught.value)
     right = smallest(HandoffAdapter, num_prefill=2, num_decode=2, max_overtaken=1)
     assert right.apply(operation) and right.now < due
+
+
+def test_a_reset_that_waits_is_pending() -> None:
+    world = smallest(HandoffAdapter)
+    assert world.apply(["reset", "p0"]) and drain.pending(world)["resets"] == 1
+    assert world.apply(["reset", "d0"]) and drain.pending(world)["resets"] == 2
+    assert world.apply(["drain"]) and drain.is_drained(world) and world.situations["reset"] == 2
 
 
 def test_all_caches_check_themselves_at_the_end_and_now_and_then(

@@ -57,8 +57,7 @@ def _complete(world: CacheState, name: str, failing: bool) -> bool:
     job = world.jobs.pop(name, None)
     if job is None:
         return False
-    late_to_run = job.has_run
-    world.stream.run_through(job, failing and not late_to_run)
+    world.stream.run_through(job, failing)
     request = _request_of(world, job)
     if request is None:
         world.situations["late completion"] += 1
