@@ -33,6 +33,13 @@ def prefill_node(name: str = "p0") -> LiveNode:
     return LiveNode(name, 1, Mock(), PrefillModel(name, num_groups=2, block_size=1))
 
 
+def calls_of(node: LiveNode) -> list[Any]:
+    """Return what a node was told."""
+    system: Any = node.system
+    calls: list[Any] = system.mock_calls
+    return calls
+
+
 @pytest.mark.parametrize("ok", [True, False])
 @pytest.mark.parametrize("is_down", [True, False])
 def test_a_copy_that_ends_well_writes_its_destinations(is_down: bool, ok: bool) -> None:
@@ -46,7 +53,7 @@ def test_a_copy_that_ends_well_writes_its_destinations(is_down: bool, ok: bool) 
         written, other = other, written
     assert (written, other) == (content if ok else {}, {})
     assert node.num_faults == (not ok) and world.situations == {"copied": 1}
-    assert node.system.mock_calls == [call.copied("id", [ok])]
+    assert calls_of(node) == [call.copied("id", [ok])]
 
 
 @pytest.mark.parametrize("ok", [True, False])
@@ -67,7 +74,7 @@ def test_an_operation_on_storage_has_all_groups_of_layers(kind: Any, ok: bool) -
     fetched = {(6, 0): C, (6, 1): A} if kind == "fetch" and ok else {}
     assert node.model.host.content == fetched and not node.model.device.content
     found = [ok and kind == "store", ok]
-    assert node.system.mock_calls == [call.copied("id", found)]
+    assert calls_of(node) == [call.copied("id", found)]
     assert world.situations[f"{kind} in storage"] == ok and node.num_faults == (not ok)
 
 
@@ -102,22 +109,22 @@ def test_a_pull_ends_once_and_may_write_until_its_fence(
     assert (pull.ended, pull.may_fence) == (applies, applies)
     assert (pull in world.transfers) == (not applies or not (ok or fenced))
     if not applies:
-        assert not node.system.mock_calls and not model.mock_calls and not world.situations
+        assert not calls_of(node) and not model.mock_calls and not world.situations
         return
     is_torn = arrived == 1
     assert world.situations["piece failed"] == is_torn
     if ok:
-        assert node.system.mock_calls == [call.pulled(part)]
+        assert calls_of(node) == [call.pulled(part)]
         assert model.mock_calls == [call.pulled(key)]
         return
-    assert node.system.mock_calls == [call.pull_failed(part, fenced)]
+    assert calls_of(node) == [call.pull_failed(part, fenced)]
     assert model.mock_calls == [call.fenced(key)] * fenced
     assert world.situations["piece never came"] == (is_torn and fenced)
     assert not operations.pull_end(world, "t", ok, fenced) and not operations.hang(world, "t")
     assert operations.pull_fence(world, "t") == (not fenced)
     assert pull not in world.transfers and model.mock_calls == [call.fenced(key)]
     if not fenced:
-        assert node.system.mock_calls[1:] == [call.pull_fenced(part)]
+        assert calls_of(node)[1:] == [call.pull_fenced(part)]
 
 
 def test_a_pull_that_hangs_ends_with_its_fence_after_it_is_cancelled() -> None:
@@ -129,7 +136,7 @@ def test_a_pull_that_hangs_ends_with_its_fence_after_it_is_cancelled() -> None:
     assert not operations.pull_fence(world, "t")
     pull.may_fence = True
     assert operations.pull_fence(world, "t") and not world.transfers
-    assert node.system.mock_calls == [call.pull_fenced(pull.part)]
+    assert calls_of(node) == [call.pull_fenced(pull.part)]
 
 
 def test_a_prefill_node_that_crashes_may_still_serve_what_it_had() -> None:

@@ -124,7 +124,7 @@ def test_a_node_that_grants_several_at_once_may_have_had_room_for_each(
 ) -> None:
     counts = SimpleNamespace(available=4, num_blocks=9)
     node: Any = SimpleNamespace(system=SimpleNamespace(counts=lambda: counts))
-    others = [Begun("r1.1.1"), Send("p0", Message("Refuse", "r1.1.1"))]
+    others: list[Any] = [Begun("r1.1.1"), Send("p0", Message("Refuse", "r1.1.1"))]
     grants = [Send("p0", Message("Grant", "r1.1.1"))] * num_grants
     assert events._room(node, [*others, *grants]) == room
 

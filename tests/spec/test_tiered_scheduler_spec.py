@@ -248,7 +248,7 @@ def test_a_load_counts_for_a_request_that_waits_for_it_in_these_blocks(
     owner: str, is_loading: bool, first_block: int
 ) -> None:
     """A request that was preempted meanwhile has other blocks."""
-    request = SimpleNamespace(name="r1", is_loading=is_loading)
+    request: Any = SimpleNamespace(name="r1", is_loading=is_loading)
     model: Any = SimpleNamespace(
         live={"r1": request}, tables={"r1": [4, 6]}, device=GhostMemory(1)
     )  # fmt: skip
