@@ -13,7 +13,7 @@ import pytest
 from radixkv.scheduler.fuzz import handoff_adapter
 from radixkv.scheduler.fuzz.handoff_adapter import make_factory
 from radixkv.spec.adapters.handoff import GATEWAY, Begun, Message, NodeCounts, Send
-from radixkv.spec.harness.handoff import events
+from radixkv.spec.harness.handoff import drain, events
 from radixkv.spec.harness.handoff.configuration import AMPLE_HOST, draw_config
 from radixkv.spec.harness.handoff.events import settle
 from radixkv.spec.harness.handoff.state import Envelope
@@ -53,6 +53,22 @@ def test_a_node_that_publishes_nothing_is_found_at_once(name: str) -> None:
         for seed in range(3):
             finding = run(subject_of(package), seed, 300).finding
             assert finding is not None and finding.rule.endswith("hit-is-due")
+
+
+def test_what_is_cached_at_the_end_is_read_before_it_is_evicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_empty = drain._check_empty
+
+    def with_wrong_kv(world: Any, node: Any) -> None:
+        content = node.model.device.content
+        content.update(dict.fromkeys(content, ("wrong",)))
+        check_empty(world, node)
+
+    monkeypatch.setattr(drain, "_check_empty", with_wrong_kv)
+    finding = run(SUBJECT, 1, 2_000).finding
+    assert finding is not None and finding.rule.startswith("X8 ")
+    assert "the cache of " in finding.why and finding.trace[-1] == ["drain"]
 
 
 def test_the_model_of_a_prefill_node_hears_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:

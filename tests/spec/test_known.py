@@ -178,6 +178,14 @@ def test_a_run_counts_the_situations_of_all_its_worlds() -> None:
     assert result.situations == {"does": 6, "drain": 1, "breaks A3": 1}
 
 
+def test_each_name_of_a_rule_is_that_of_no_other() -> None:
+    """Some codes are the begin of others, such as A1 of A10."""
+    for name in RULES:
+        code, word = name.split()
+        assert rules_named([name]) == rules_named([code]) == {name}
+        assert rules_named([word]) == {each for each in RULES if each.split()[1] == word}
+
+
 def test_rules_have_two_names() -> None:
     assert rules_named(["S2", "no-leak", "A3 allocate-distinct"]) >= {
         "S2 available-is-free-plus-unused", "S1 no-leak", "A3 allocate-distinct"

@@ -112,6 +112,14 @@ def test_known_findings_are_left_out_of_a_script_too() -> None:
     assert to_script(other, known) == "", "another rule breaks"
 
 
+def test_known_rules_change_nothing_of_a_script_that_breaks_another() -> None:
+    subject = CacheSubject(load_target(BROKEN))
+    finding = run(subject, 1, 20_000).finding
+    assert finding is not None
+    shrunk = shrink(subject, finding)
+    assert to_script(shrunk, KnownSubject(subject, ["E4"])) == to_script(shrunk, subject) != ""
+
+
 def test_nothing_is_recorded_without_need() -> None:
     assert recorded(Leaky) is Leaky
     finding = run(CacheSubject(Leaky), 0, 5_000).finding
