@@ -91,7 +91,7 @@ WALKS: Final[dict[str, tuple[Bug, ...]]] = {
         then(
             "an extension looks at the free blocks",
             MANAGER,
-            '        as_count("num_tokens", num_tokens)',
+            '        num_tokens = as_count("num_tokens", num_tokens)',
             "self._pool.free_ids()",
         ),
     ),

@@ -83,7 +83,7 @@ EXTEND_BUGS = (
     bug(
         "a request can shrink",
         MANAGER,
-        ('as_count("num_tokens", num_tokens)', "pass"),
+        ('num_tokens = as_count("num_tokens", num_tokens)', "pass"),
         seen_in="FastDeploy PR 8022",
     ),
     bug(

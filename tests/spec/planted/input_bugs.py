@@ -27,8 +27,8 @@ INPUT_BUGS: Final = (
             "        if not isinstance(namespace, bytes):\n",
         ),
         (
-            '        as_count("num_tokens", num_tokens)\n',
-            '        as_count("num_tokens", num_tokens)\n        self._last[:1] += 1\n',
+            'num_tokens = as_count("num_tokens", num_tokens)\n',
+            'num_tokens = as_count("num_tokens", num_tokens)\n        self._last[:1] += 1\n',
         ),
     ),
     bug(
