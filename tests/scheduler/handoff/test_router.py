@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager, CountError, Int32Array, RequestTooLargeError, TokenError
 from radixkv.scheduler.errors import RequestError, RoutingError
+from radixkv.scheduler.gateway.cache_index import CacheReporter
 from radixkv.scheduler.gateway.router import CacheSize, Route, Router
 from radixkv.scheduler.handoff import AttemptKey
 from radixkv.scheduler.replay.trace import bundled_trace_path, read_trace, tokens
@@ -289,3 +290,92 @@ def test_nodes_are_compared_in_tokens():
         prompt = [100 * number + each for each in range(16 if node == "p1" else 8)]
         assert router.route(key, prompt).prefill == node
         router.finished(key)
+
+
+ROOM_STEPS = st.one_of(
+    st.tuples(st.just("says"), st.sampled_from(["d0", "d1", "d2"]), st.integers(0, 12)),
+    st.tuples(st.just("gets"), st.just(""), st.integers(1, 20)),
+    st.tuples(st.just("drains"), st.sampled_from(["p1", "d0"]), st.just(0)),
+)
+
+
+@given(steps=st.lists(ROOM_STEPS, max_size=12), besides=st.sampled_from(["d0", "d1", "d2"]))
+def test_room_is_what_a_node_has_said_less_the_prompts_that_it_got_since(steps, besides):
+    """Whatever it has cached of them, as other requests may hold that; for any length."""
+    prefill = {"p0": CacheSize(10, 2), "p1": CacheSize(4, 8)}
+    decode = {"d0": CacheSize(20, 2), "d1": CacheSize(20, 4), "d2": CacheSize(20, 2)}
+    router = Router(prefill=prefill, decode=decode)
+    num_free = dict.fromkeys(decode, 0)
+    drained: set[str] = set()
+    for number, (what, node, size) in enumerate(steps):
+        if what == "says":
+            router.set_free(node, size)
+            num_free[node] = size
+        elif what == "gets":
+            key = AttemptKey(str(number), 1)
+            node = router.route(key, range(size)).decode
+            num_free[node] -= -(-size // decode[node].block_size)
+            router.finished(key, range(size))
+        else:
+            router.drain(node)
+            drained.add(node)
+    for num_tokens in range(1, 50):
+        serving = decode.keys() - drained
+        roomy = {
+            node
+            for node in serving - {besides}
+            if num_tokens <= num_free[node] * decode[node].block_size
+        }
+        fits = num_tokens <= max(
+            size.num_blocks * size.block_size
+            for node, size in prefill.items()
+            if node not in drained
+        )
+        expected = serving - roomy if roomy and fits else None
+        assert router.without_room(num_tokens, besides) == expected
+
+
+@pytest.mark.parametrize("keep", [(), (b"a",), (b"b",), (b"a", b"b")])
+def test_after_a_reset_nodes_are_expected_to_have_what_it_keeps(keep):
+    router, prompt = make(prefill={"p0": 10}, decode={"d0": 10}), [1, 2, 3, 4, 5, 6]
+    for namespace in (b"a", b"b"):
+        router.route(AttemptKey("first", 1), prompt, namespace)
+        router.finished(AttemptKey("first", 1), prompt, namespace)
+    router.forget_cached(keep)
+    for namespace in (b"a", b"b"):
+        num_lacking = 0 if namespace in keep else 3
+        router.route(AttemptKey("again", 1), prompt, namespace)
+        assert router.loads() == {"p0": num_lacking, "d0": num_lacking}
+        router.finished(AttemptKey("again", 1))
+
+
+def test_an_attempt_is_under_way_until_it_has_ended_on_both_nodes():
+    router = make()
+    key = AttemptKey("a", 1)
+    for _ in range(2):
+        router.route(key, [1, 2])
+        for node_is_done in (lambda: None, lambda: router.computed(key)):
+            node_is_done()
+            before = router.loads()
+            with pytest.raises(RequestError, match=r"^attempt 1 of request 'a' is under way$"):
+                router.route(key, [1, 2])
+            assert router.loads() == before
+        router.finished(key)
+
+
+def test_what_comes_to_a_node_is_counted_in_its_own_blocks():
+    """Nodes that send updates, with blocks of two sizes: each has its own hashes of a prompt."""
+    sizes = CacheSize(20, 2), CacheSize(20, 3)
+    for first, second in (sizes, sizes[::-1]):
+        router = Router(prefill={"p0": first}, decode={"d0": second})
+        for name in ("p0", "d0"):
+            for update in CacheReporter().take_messages():
+                assert router.update_cache(name, update)
+        prompt = list(range(12))
+        for number, namespace in enumerate((b"", b"", b"other")):
+            before = router.loads()
+            router.route(AttemptKey("a", number), prompt, namespace)
+            after = router.loads()
+            for name, size in (("p0", first), ("d0", second)):
+                num_lacking = 0 if number == 1 else 12 // size.block_size
+                assert after[name] - before[name] == num_lacking
