@@ -112,6 +112,12 @@ def test_a_rule_that_is_no_more_is_shown_by_its_name() -> None:
         ("cache", ["evict", 0], "evict(0)"),
         ("cache", ["misuse", 3, ""], "misuse(kind=3)"),
         ("cache", ["say", "two words", None, True], "say('two words', None, True)"),
+        (
+            "cache",
+            ["say", "r1 is", "xr1", "r1.", "r1.2x", "R1"],
+            "say('r1 is', 'xr1', 'r1.', 'r1.2x', 'R1')",
+        ),
+        ("cache", ["say", [["r1 is", ""]], 0, []], "say([['r1 is', '']], 0, [])"),
     ],
 )
 def test_a_call(what: What, operation: Operation, call: str) -> None:
@@ -140,6 +146,21 @@ def test_the_world_before_is_that_before_the_last_call(subject: CacheSubject) ->
     world = world_before(subject, FOUND)
     assert "r1 running" in world.picture()
     assert "r1" not in world_before(subject, Finding("", "", SIZES, TRACE[:1])).picture()
+
+
+def test_a_rule_that_breaks_earlier_than_it_did_leaves_the_world_as_it_was_then() -> None:
+    class Short(Plain):
+        def append(self, name: str, tokens: Any) -> bool:
+            if name == "r2":
+                raise KeyError(name)
+            return super().append(name, tokens)
+
+    subject = CacheSubject(Short, "api")
+    picture = world_before(subject, FOUND).picture()
+    assert "r1 running" in picture and "r2 waiting" in picture
+    assert to_program(FOUND, subject).endswith("".join(f"\n    {x}" for x in picture.split("\n")))
+    nothing = to_program(Finding("", "", SIZES, [["drain"]]), subject)
+    assert nothing.endswith("\n\nbefore the last call:\n    (nothing has happened yet)")
 
 
 def shapes(svg: str) -> tuple[list[str], list[ElementTree.Element], ElementTree.Element]:

@@ -6,6 +6,7 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -25,12 +26,13 @@ from radixkv.scheduler.fuzz.campaign import (
     run_campaign,
     run_part,
 )
+from radixkv.spec import CacheSubject
 from radixkv.spec.harness import hypothesis_engine, random_engine
 from radixkv.spec.harness.engine import Finding
 from radixkv.spec.harness.findings.known import MET
 from radixkv.spec.harness.findings.trace_file import TraceFile, read_trace_file
 from radixkv.spec.harness.random_engine import Run
-from radixkv.spec.harness.subjects import WHATS, SubjectOptions
+from radixkv.spec.harness.subjects import WHATS, SubjectOptions, What
 
 from . import toys
 
@@ -165,6 +167,90 @@ def test_a_replayed_finding_is_shown_as_it_is_in_its_file(
     assert "    admit(r7)\n" in capsys.readouterr().out
 
 
+class Replays:
+    """Notes what a replay of a file is made of, and finds nothing or a broken rule."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, finding: Finding | None = None) -> None:
+        self.made: list[Any] = []
+        self.finding = finding
+        patch.setattr(fuzz_command, "load_subject", self.load_subject)
+        patch.setattr(fuzz_command, "replay_file", lambda subject, file: self.finding)
+
+    def load_subject(self, *given: Any) -> Any:
+        self.made.append(given)
+        return CacheSubject(toys.Leaky)
+
+
+@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize("is_option", [False, True])
+def test_a_replay_is_of_what_its_file_says_or_else_an_option(
+    what: What, is_option: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option goes before the file, and the file before the defaults."""
+    replays = Replays(monkeypatch)
+    path = tmp_path / "found.json"
+    finding, other = Finding("D1 x", "", {}, [["drain"]]), "tiers" if what == "pool" else "pool"
+    path.write_text(TraceFile(finding, other if is_option else what).text())
+    options = ["--what", what] if is_option else []
+    assert main(["fuzz", "--replay", str(path), *options]) == 0
+    assert replays.made == [(what, DEFAULT_TARGETS[what], "api", SubjectOptions())]
+
+
+@pytest.mark.parametrize(
+    ("options", "made"),
+    [
+        ([], ("found.py:Of", "events", ("S2", "A3"))),
+        (["--target", "given.py:Of"], ("given.py:Of", "events", ("S2", "A3"))),
+        (["--depth", "full"], ("found.py:Of", "full", ("S2", "A3"))),
+        (["--depth", "api"], ("found.py:Of", "api", ("S2", "A3"))),
+        (["--known", "C1"], ("found.py:Of", "events", ("C1",))),
+    ],
+)
+def test_each_option_reaches_a_replay_and_what_it_writes(
+    options: list[str], made: tuple[str, Any, tuple[str, ...]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    sizes = {"num_blocks": 4, "block_size": 1, "max_running": 2, "alphabet": 1}
+    trace: list[list[Any]] = [["submit", "r1", [1, 1, 1, 1], 0, 0], ["admit", "r1"], ["drain"]]
+    finding = Finding("D1 drained-pool-is-whole", "again", sizes, trace)
+    replays = Replays(monkeypatch, finding)
+    file = TraceFile(replace(finding, why="once"), "cache", "found.py:Of", "events", ("S2", "A3"))
+    Path("found.json").write_text(file.text())
+    more = ["--json", "again.json", "--svg", "again.svg"]
+    assert main(["fuzz", "--replay", "found.json", *options, *more]) == 1
+    target, depth, known = made
+    assert replays.made == [("cache", target, depth, SubjectOptions(known=known))]
+    assert read_trace_file(Path("again.json")) == TraceFile(finding, "cache", *made)
+    assert Path("again.svg").read_text().startswith("<svg ")
+    out = capsys.readouterr().out
+    assert out.endswith("\nfailed: D1 drained-pool-is-whole: 3 steps of found.json\n")
+
+
+@pytest.mark.parametrize("is_of", ["option", "file"])
+def test_only_a_cache_is_replayed_at_a_depth(
+    is_of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replays = Replays(monkeypatch)
+    path = tmp_path / "found.json"
+    what: What = "cache" if is_of == "option" else "tiers"
+    path.write_text(TraceFile(Finding("D1 x", "", {}, []), what).text())
+    more = ["--what", "tiers"] if is_of == "option" else []
+    assert main(["fuzz", "--replay", str(path), "--depth", "full", *more]) == 2
+    assert "--depth: only a cache has depths, not tiers" in capsys.readouterr().err
+    assert not replays.made
+
+
+@pytest.mark.parametrize("option", ["json", "svg", "script"])
+def test_where_nothing_can_be_written_nothing_is_run(
+    option: str, campaigns: Campaigns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaigns.result = AssertionError("it ran")
+    assert main(["fuzz", f"--{option}", "no/such/folder/file"]) == 2
+    told = f"--{option} no/such/folder/file: the directory no/such/folder does not exist\n"
+    assert capsys.readouterr().err.endswith(told)
+
+
 @pytest.mark.parametrize("error", [AttributeError("no x"), TypeError("no x")])
 def test_an_error_is_the_targets_if_there_is_one(
     error: Exception, campaigns: Campaigns, capsys: pytest.CaptureFixture[str]
@@ -261,3 +347,62 @@ def test_a_campaign_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) 
         done.clear()
         result = run_campaign(CampaignConfig(), seconds=seconds)
         assert (len(done), result.wall_s) == (num_runs, 2.0 * num_runs)
+
+
+class Pool:
+    """Stands for a pool of processes; its futures end one at a time, the last one first."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Any, ...]] = []
+        self.open: dict[Future[Run], Run] = {}
+        self.most = 0
+        self.ended: dict[str, Any] = {}
+
+    def __call__(self, num_jobs: int, context: Any) -> Pool:
+        assert context.get_start_method() == "spawn"
+        self.num_jobs = num_jobs
+        return self
+
+    def submit(self, function: Any, *given: Any) -> Future[Run]:
+        assert function is campaign.run_part and not self.ended
+        _, number, num_steps = given
+        self.given.append(given)
+        found = Finding(f"of {number}", "", {}, []) if number == 9 else None
+        future: Future[Run] = Future()
+        self.open[future] = Run(num_steps, found, Counter({f"run {number}": 1}), 1)
+        self.most = max(self.most, len(self.open))
+        return future
+
+    def wait(self, pending: set[Future[Run]], timeout: float, when: str) -> Any:
+        assert pending == self.open.keys() and (0 < timeout < 1, when) == (True, FIRST_COMPLETED)
+        future, run = self.open.popitem()
+        future.set_result(run)
+        return {future}, pending - {future}
+
+    def shutdown(self, **given: Any) -> None:
+        assert not self.ended
+        self.ended = given
+
+
+@pytest.mark.parametrize("num_jobs", [2, 3])
+def test_jobs_have_a_few_parts_each_and_all_of_them_are_counted(
+    num_jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for num_parts in (1, 2 * num_jobs - 1, 2 * num_jobs, 2 * num_jobs + 1, 9):
+        pool, config = Pool(), CampaignConfig(seed=num_parts)
+        monkeypatch.setattr(campaign, "ProcessPoolExecutor", pool)
+        monkeypatch.setattr(campaign, "wait", pool.wait)
+        num_steps = 1_000 * num_parts - 1
+        result = run_campaign(config, num_steps=num_steps, num_jobs=num_jobs)
+        parts = [(config, *part) for part in campaign._parts(1_000, num_steps)]
+        assert pool.given == parts and pool.num_jobs == num_jobs and not pool.open
+        assert pool.most == min(num_parts, 2 * num_jobs)
+        assert (result.num_steps, result.num_cases, result.finding) == (num_steps, num_parts, None)
+        assert result.situations == {f"run {number}": 1 for number in range(num_parts)}
+        assert pool.ended == {"wait": True, "cancel_futures": True}
+    pool = Pool()
+    monkeypatch.setattr(campaign, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(campaign, "wait", pool.wait)
+    result = run_campaign(CampaignConfig(), num_jobs=num_jobs)
+    assert result.finding is not None and result.finding.rule == "of 9"
+    assert pool.open and pool.ended, "what is not needed is cancelled"

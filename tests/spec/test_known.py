@@ -119,6 +119,22 @@ def test_a_new_world_has_met_no_known_finding() -> None:
             world.apply(["raises"])
 
 
+def test_each_world_has_the_sizes_of_the_first() -> None:
+    """A world may change the configuration that it is made of."""
+
+    class Spoils(Steps):
+        def world(self, config: Any) -> Any:
+            assert config == {"size": 4}
+            config.clear()
+            return super().world(config)
+
+    config = {"size": 4}
+    world = KnownSubject(Spoils(), ["S4"]).world(config)
+    for _ in range(2):
+        assert world.apply(["stops"]) and world.apply(["does"])
+    assert config == {"size": 4}
+
+
 def test_an_adapter_that_errs_is_told_before_and_after_a_known_finding() -> None:
     world = KnownSubject(Steps(), ["S2"]).world({})
     for _ in range(2):
@@ -190,6 +206,10 @@ def test_rules_have_two_names() -> None:
     assert rules_named(["S2", "no-leak", "A3 allocate-distinct"]) >= {
         "S2 available-is-free-plus-unused", "S1 no-leak", "A3 allocate-distinct"
     }  # fmt: skip
+    for name in RULES:
+        code, _, words = name.partition(" ")
+        assert rules_named([code]) == rules_named([name]) == {name}
+        assert rules_named([words]) == {each for each in RULES if each.partition(" ")[2] == words}
     with pytest.raises(AdapterError, match="known: there is no rule 'S99'"):
         rules_named(["S99"])
 

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from radixkv.spec.adapters import load_target
 from radixkv.spec.harness import random_engine, subjects
 from radixkv.spec.harness.engine import Finding
 from radixkv.spec.harness.findings import program, shrink, trace_file
 from radixkv.spec.harness.findings.trace_file import TraceFile, read_trace_file
+from radixkv.spec.harness.pytest_plugin import LARGEST_TRACE
 from radixkv.spec.harness.random_engine import Run
 from radixkv.spec.harness.subjects import SubjectOptions
 
@@ -294,6 +296,7 @@ def test_a_module_is_found_in_the_working_directory(
         ('target = "toys.py:Plain"\nknown = ["S99"]', "kvspec.toml: known: there is no rule 'S99'"),
         ('target = "a:b"\nsteps = "1"', "kvspec.toml: steps must be an integer, got '1'"),
         ("target = 3", "kvspec.toml: target must be a string, got 3"),
+        ('target = "a:b"\n[cache]\nsteps = 1', "kvspec.toml: no such key: cache (of *"),
         ('target = "a:b"\nseed = true', "kvspec.toml: seed must be an integer, got True"),
         ('target = "no_module_of_this_name:x"',
          "kvspec.toml: there is no module no_module_of_this_name"),
@@ -315,14 +318,76 @@ def test_a_wrong_file_is_told_in_one_line(
     assert "Traceback" not in result.stdout.str()
 
 
+WORDS = ("rule", "config", "trace")
+
+
 def test_traces_of_other_tools_are_left_alone(pytester: pytest.Pytester, folder: Path) -> None:
     (folder / "chrome.trace.json").write_text(json.dumps({"traceEvents": []}))
     (folder / "pyproject.toml").write_text('target = "toys.py:Plain"\n')
-    empty = json.dumps({"rule": "", "config": "", "trace": ""})
-    (path := folder / "large.trace.json").write_text(empty + " " * ((1 << 20) + 1 - len(empty)))
-    run(pytester).assert_outcomes()
-    path.write_text(empty + " " * ((1 << 20) - len(empty)))
+    for lacks in WORDS:
+        document = {word: "" for word in WORDS if word != lacks}
+        (folder / f"without_{lacks}.trace.json").write_text(json.dumps(document))
+    start = json.dumps(dict.fromkeys(WORDS, ""))
+    for name in ("large.trace.json", "largest.trace.json"):
+        more = LARGEST_TRACE - len(start) + (name == "large.trace.json")
+        (folder / name).write_text(start + " " * more)
     run(pytester).assert_outcomes(failed=1)
+    run(pytester, "largest.trace.json").assert_outcomes(failed=1)
+
+
+def test_only_whole_names_are_those_of_our_files(pytester: pytest.Pytester, folder: Path) -> None:
+    for name in ("my_kvspec.toml", "kvspec.toml.orig", "kvspec.tom"):
+        (folder / name).write_text("target =")
+    for name in ("a.trace.json.orig", "trace.json", "a_trace.json", "a.traces.json"):
+        (folder / name).write_text(json.dumps(dict.fromkeys(WORDS, "")))
+    run(pytester).assert_outcomes()
+
+
+def test_a_file_that_is_no_text_is_told(pytester: pytest.Pytester, folder: Path) -> None:
+    (folder / "kvspec.toml").write_bytes(b'target = "\xff"')
+    (folder / "a.trace.json").write_bytes(b'{"rule": "\xff", "config": {}, "trace": []}')
+    result = run(pytester)
+    result.assert_outcomes(failed=2)
+    for told in ("a.trace.json: not JSON", "kvspec.toml: not TOML"):
+        result.stdout.fnmatch_lines([f"*{told}: 'utf-8' codec can't decode *"])
+
+
+@pytest.mark.parametrize(
+    ("trace", "options", "made"),
+    [
+        ({}, (), ("cache", "toys.py:Plain", "api", ())),
+        ({"what": "tiers", "depth": "full", "known": ["S2", "A3"]}, (),
+         ("tiers", "toys.py:Plain", "full", ("S2", "A3"))),
+        ({"depth": "full"}, ("--kv-depth", "events"), ("cache", "toys.py:Plain", "events", ())),
+        ({"what": "pool"}, ("--kv-target", "toys.py:Leaky", "--kv-steps", "1", "--kv-seed", "2"),
+         ("pool", "toys.py:Leaky", "api", ())),
+    ],
+)  # fmt: skip
+def test_all_that_a_trace_says_reaches_its_replay(
+    pytester: pytest.Pytester, folder: Path, monkeypatch: pytest.MonkeyPatch,
+    trace: dict[str, Any], options: tuple[str, ...], made: tuple[Any, ...],
+) -> None:  # fmt: skip
+    noted: list[Any] = []
+
+    def make_subject(what: str, factory: Any, depth: str, options: SubjectOptions) -> str:
+        noted.append((what, factory, depth, options.known))
+        assert options == SubjectOptions(known=options.known)
+        return "a subject"
+
+    def replay_file(subject: str, file: TraceFile) -> None:
+        noted.append((subject, file.finding.trace))
+
+    monkeypatch.setattr(subjects, "make_subject", make_subject)
+    monkeypatch.setattr(trace_file, "replay_file", replay_file)
+    monkeypatch.setattr(load_target, "load_target", lambda target: target)
+    (inner := folder / "inner").mkdir()
+    (inner / "toys.py").write_text(TOYS)
+    document = {"format": 1, "rule": "D1 x", "why": "", "config": {}, "trace": [["drain"]],
+                "target": "toys.py:Plain", **trace}  # fmt: skip
+    (inner / "a.trace.json").write_text(json.dumps(document))
+    run(pytester, *options).assert_outcomes(passed=1)
+    what, target, depth, known = made
+    assert noted == [(what, f"{inner}/{target}", depth, known), ("a subject", [["drain"]])]
 
 
 def test_a_trace_that_is_malformed_is_told(pytester: pytest.Pytester, folder: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from enum import Enum, Flag, IntEnum
 from fractions import Fraction
 from pathlib import Path
@@ -48,7 +49,11 @@ def script_of(subject: Any) -> str:
     # A seed whose calls are valid for a repaired manager, too.
     finding = run(subject, 1, 20_000).finding
     assert finding is not None
-    return to_script(shrink(subject, finding), subject)
+    factory = subject.factory
+    try:
+        return to_script(shrink(subject, finding), subject)
+    finally:
+        assert subject.factory is factory
 
 
 def test_the_script_fails_as_long_as_the_manager_does(tmp_path: Path) -> None:
@@ -107,7 +112,9 @@ def test_known_findings_are_left_out_of_a_script_too() -> None:
     finding = run(known, 0, 20_000).finding
     assert finding is not None and finding.rule.startswith("C1")
     shrunk = shrink(known, finding)
+    factory = known.factory
     assert "C1 read-own-prefix: " in to_script(shrunk, known)
+    assert known.factory is factory, "what was recorded is not what is tested next"
     other = dataclasses.replace(shrunk, rule="S1 no-leak")
     assert to_script(other, known) == "", "another rule breaks"
 
@@ -122,6 +129,9 @@ def test_known_rules_change_nothing_of_a_script_that_breaks_another() -> None:
 
 def test_nothing_is_recorded_without_need() -> None:
     assert recorded(Leaky) is Leaky
+    with suppress(KeyError), recording():
+        raise KeyError
+    assert recorded(Leaky) is Leaky, "a recording has ended with an error"
     finding = run(CacheSubject(Leaky), 0, 5_000).finding
     assert finding is not None and to_script(finding, CacheSubject(Leaky)) == ""
 

@@ -6,6 +6,8 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from radixkv.scheduler.fuzz import targets
 from radixkv.scheduler.fuzz.cache_adapter import make_factory
 from radixkv.spec.adapters.cache import AdapterError
 from radixkv.spec.harness.cache.world import CacheSubject
-from radixkv.spec.harness.engine import Finding, Operation, Trace, replay
+from radixkv.spec.harness.engine import Finding, Operation, Trace, new_world, replay
 from radixkv.spec.harness.findings import shrink as shrink_module
 from radixkv.spec.harness.findings.program import to_program
 from radixkv.spec.harness.findings.shrink import SMALLEST, shrink
+from radixkv.spec.harness.findings.svg import to_svg
 from radixkv.spec.harness.findings.trace_file import (
     TraceFile,
     TraceFileError,
@@ -26,6 +29,7 @@ from radixkv.spec.harness.findings.trace_file import (
     read_trace_file,
     replay_file,
 )
+from radixkv.spec.harness.operations import Table
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.harness.subjects import WHATS, make_subject
 from radixkv.spec.harness.tiers.world import TierSubject
@@ -284,6 +288,9 @@ def test_a_file_that_is_not_json_is_told(tmp_path: Path) -> None:
         read_trace_file(path)
     path.write_text("[" * 100_000)
     with pytest.raises(TraceFileError, match=r"a\.trace\.json: not JSON: "):
+        read_trace_file(path)
+    path.write_bytes(b'{"rule": "\xff"}')
+    with pytest.raises(TraceFileError, match=r"a\.trace\.json: not JSON: 'utf-8' codec"):
         read_trace_file(path)
 
 
@@ -583,3 +590,69 @@ def test_the_first_simpler_trace_of_the_subject_that_breaks_the_rule_is_taken() 
 
     subject: Any = Proposes(lambda done: done[0][0] in "abc")
     assert shrink(subject, Finding("S1 no-leak", "", {}, [["a"]])).trace == [["b"]]
+
+
+# What shrinking costs, and what it leaves alone
+
+
+def test_equal_findings_are_shrunk_to_equal_ones() -> None:
+    """There are many ways to break the rule, of which a random search finds one."""
+
+    def breaks(done: Trace) -> bool:
+        if done[-1] != ["drain"]:
+            return False
+        places = [place for place, each in enumerate(done) if each == ["b"]]
+        return len(places) == 0 if len(done) == 20 else len(done) == 19 and sum(places) % 3 == 1
+
+    trace: Trace = [*[["a"]] * 19, ["drain"]]
+    first = shrunk(breaks, trace)
+    assert len(first.trace) == 19 and shrunk(breaks, trace) == first
+
+
+class Spoils(Judged):
+    """Changes the configuration and the operations that it is given."""
+
+    config: dict[str, Any] = {}  # noqa: RUF012  # as of any world
+    only_drawn = ()
+    table = Table[Any](lambda world: {}, ())
+
+    def world(self, config: Any) -> Any:
+        assert config == SPOILED
+        config.clear()
+        return Spoils(self.breaks)
+
+    def apply(self, operation: Operation) -> bool:
+        try:
+            return super().apply(operation)
+        finally:
+            operation.append("spoiled")
+
+    def picture(self) -> str:
+        return ""
+
+
+SPOILED = {"size": 4}
+USES: dict[str, Callable[[Any, Finding], object]] = {
+    "new_world": lambda subject, finding: new_world(subject, finding.config),
+    "replay": lambda subject, finding: replay(subject, finding.config, deepcopy(finding.trace)),
+    "shrink": shrink,
+    "to_program": lambda subject, finding: to_program(replace(finding, trace=[["do"]]), subject),
+    "to_svg": lambda subject, finding: to_svg(subject, replace(finding, trace=[["do"]])),
+    "replay_file": lambda subject, finding: replay_file(
+        subject, TraceFile(replace(finding, trace=[["do"]]))
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_a_world_does_to_its_configuration_changes_no_finding(use: str) -> None:
+    """Each of several worlds of a finding is of the same sizes."""
+    subject: Any = Spoils(lambda done: done[-1][0] == "end")
+    trace: Trace = [["do"], ["end", 3]]
+    finding = Finding("S1 no-leak", "", dict(SPOILED), trace)
+    for _ in range(2):
+        made = USES[use](subject, finding)
+        assert finding.config == SPOILED
+    if use == "shrink":
+        assert trace == [["do"], ["end", 3]] and isinstance(made, Finding)
+        assert made.config == SPOILED and len(made.trace) == 1

@@ -15,9 +15,10 @@ from unittest.mock import Mock
 import pytest
 
 from radixkv.spec.adapters import load_target as load_target_module
+from radixkv.spec.adapters import scheduler_target
 from radixkv.spec.adapters.cache import AdapterError, Manager, Promises, Snapshot, sizes_of
 from radixkv.spec.adapters.cache_target import BY_DEPTH, REQUIRED, Depth, Target
-from radixkv.spec.adapters.load_target import TargetError, load_target
+from radixkv.spec.adapters.load_target import TargetError, load_target, target_beside
 from radixkv.spec.adapters.scheduler import Received, SchedulerPromises, Submission
 from radixkv.spec.adapters.scheduler_target import _KINDS as KINDS
 from radixkv.spec.adapters.scheduler_target import SchedulerTarget
@@ -194,10 +195,61 @@ def test_a_scheduler_without_a_method_is_told() -> None:
     )
 
 
-def test_a_scheduler_that_returns_no_chunks_is_told() -> None:
+def recorded_scheduler(config: dict[str, int], **attributes: Any) -> SchedulerTarget:
+    """Return the target of a scheduler that has all methods but those that are None."""
+    adapter = Recorder()
+    vars(adapter).update(**{"promises": SchedulerPromises(), "depth": 1, **attributes})
+    return SchedulerTarget(lambda config: adapter, config)
+
+
+@pytest.mark.parametrize(
+    ("config", "needed"),
+    [
+        ({}, scheduler_target.REQUIRED),
+        ({"host_blocks": 1}, scheduler_target.REQUIRED_OF_TIERS),
+        ({"host_blocks": 1}, scheduler_target.REQUIRED_OF_DECODE),
+    ],
+)
+def test_each_method_that_a_kind_of_scheduler_lacks_is_told(
+    config: dict[str, int], needed: dict[str, str]
+) -> None:
+    for method, wanted in needed.items():
+        with pytest.raises(AdapterError) as caught:
+            recorded_scheduler(config, **{method: None})
+        assert str(caught.value) == f"Recorder has no method {method}; it needs {wanted}"
+    if config:
+        assert recorded_scheduler(config).can >= needed.keys()
+
+
+@pytest.mark.parametrize("promises", [True, {"whole": True}, None, SchedulerPromises, Promises()])
+def test_promises_of_another_type_than_a_schedulers_are_refused(promises: Any) -> None:
     with pytest.raises(AdapterError) as caught:
-        scheduler_with(schedule=lambda self: [("r1", 0)]).schedule()
-    told = "schedule must return chunks (name, start, length), got [('r1', 0)]"
+        recorded_scheduler({}, promises=promises)
+    kind = "radixkv.spec.adapters.scheduler.SchedulerPromises"
+    assert str(caught.value) == f"promises must be {kind}, got {promises!r}"
+
+
+def test_the_optional_methods_of_an_adapter_are_those_that_it_has() -> None:
+    """What the target did not know of, no world would call."""
+    optional = {
+        "match", "append_batch", "evict", "reset", "misuse", "check", "refusal", "size",
+        "begin_step", "end_step", "kv_events", "replay", "most_told", "take",
+    }  # fmt: skip
+    for lacks in (None, *sorted(optional)):
+        adapter = Recorder(size=3)
+        vars(adapter).update(promises=Promises(), **({lacks: None} if lacks else {}))
+        made = Target(Mock(return_value=adapter), 4, 2, "api")
+        assert made.can == optional - {lacks}
+    for lacks in (None, "counts", "misuse", "check", "copies"):
+        scheduler = recorded_scheduler({}, **({lacks: None} if lacks else {}))
+        assert scheduler.can == {"counts", "misuse", "check", "copies"} - {lacks}
+
+
+@pytest.mark.parametrize("chunks", [[("r1", 0)], None, 7, [("r1", "a", 2)], [("r1", None, 2)]])
+def test_a_scheduler_that_returns_no_chunks_is_told(chunks: Any) -> None:
+    with pytest.raises(AdapterError) as caught:
+        scheduler_with(schedule=lambda self: chunks).schedule()
+    told = f"schedule must return chunks (name, start, length), got {chunks!r}"
     assert str(caught.value) == told
 
 
@@ -246,6 +298,50 @@ def test_a_module_is_imported_from_the_working_directory(
         assert load_target("target_of_this_folder:make")(4, 2) == (4, 2)
     finally:
         sys.modules.pop("target_of_this_folder", None)
+
+
+@pytest.mark.parametrize(
+    ("target", "missing", "is_told"),
+    [
+        ("no_such_target", "no_such_target", True),
+        ("target_package.no_such_target", "target_package.no_such_target", True),
+        ("no_such_target.inner.module", "no_such_target", True),
+        ("importing_target", "importing", False),  # the start of its name
+        ("importing_target", "importing_target_that_is_not", False),
+    ],
+)
+def test_a_module_that_lacks_another_one_is_not_said_to_be_missing(
+    target: str, missing: str, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "target_package").mkdir()
+    (tmp_path / "importing_target.py").write_text(f"import {missing}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    why = f"importing {target} raised ModuleNotFoundError: No module named '{missing}'"
+    with pytest.raises(TargetError) as caught:
+        load_target(f"{target}:make")
+    assert str(caught.value) == (f"there is no module {target}" if is_told else why)
+
+
+@pytest.mark.parametrize(
+    ("target", "found"),
+    [
+        ("beside.py:make", "{folder}/beside.py:make"),
+        ("inner/deep.py:Of.make", "{folder}/inner/deep.py:Of.make"),
+        ("elsewhere.py:make", "elsewhere.py:make"),
+        ("inner.py:make", "inner.py:make"),  # a folder of this name
+        ("package.module:make", "package.module:make"),
+        ("beside.pyx:make", "beside.pyx:make"),
+        ("", ""),
+    ],
+)
+def test_a_file_beside_another_one_is_found(target: str, found: str, tmp_path: Path) -> None:
+    (tmp_path / "inner.py").mkdir()
+    (tmp_path / "inner").mkdir()
+    for name in ("beside.py", "beside.pyx", "inner/deep.py", "package.module"):
+        (tmp_path / name).write_text("")
+    shown = target_beside(target, tmp_path / "a.trace.json")
+    assert shown == found.format(folder=tmp_path)
 
 
 @pytest.mark.parametrize("error", ["ValueError('no')", "SystemExit(3)"])
