@@ -26,7 +26,7 @@ from radixkv.scheduler.cli.main import main
 from radixkv.scheduler.fuzz import targets
 from radixkv.spec import CacheSubject, recorded, run, shrink, to_script
 from radixkv.spec.adapters.load_target import load_target
-from radixkv.spec.adapters.recorder import Recording, recording
+from radixkv.spec.adapters.recorder import Recording, _of, recording
 from radixkv.spec.harness.engine import Finding, Operation
 from radixkv.spec.harness.findings.known import KnownSubject
 from radixkv.spec.harness.random_engine import run_case
@@ -554,3 +554,77 @@ def test_what_is_installed_needs_no_folder(made: Any) -> None:
     with recording() as log:
         recorded(made)()
     assert not log.folders
+
+
+class Keeper:
+    """Keeps all that it is given, in every way."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+        self.kept: Any = None
+
+    def take(self, *given: Any, **named: Any) -> None:
+        self.given += [*given, *named.values()]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.given += [index, value]
+
+    def __getitem__(self, index: Any) -> int:
+        self.given.append(index)
+        return 0
+
+    def other(self) -> Keeper:
+        return Keeper()
+
+
+HELD: list[Callable[[Any], Any]] = [
+    lambda each: each,
+    lambda each: [1, each],
+    lambda each: (each, 2),
+    lambda each: [[each], 3],
+    lambda each: Place(each),
+    lambda each: {"of": each, "no": 1},
+    lambda each: {"of": [(each, 1)]},
+    lambda each: SimpleNamespace(of=each, no=1),
+    lambda each: [SimpleNamespace(of=[each])],
+]
+"""Values that hold an object."""
+
+
+@pytest.mark.parametrize("hold", HELD)
+def test_a_manager_gets_no_stand_in_however_it_gets_it(hold: Callable[[Any], Any]) -> None:
+    def text_of(value: Any) -> str:
+        """Return a value with the types of all that it holds."""
+        if isinstance(value, SimpleNamespace):
+            return text_of(vars(value))
+        if isinstance(value, dict):
+            return text_of(list(value.items()))
+        if isinstance(value, list | tuple):
+            return f"{type(value).__name__}{[text_of(each) for each in value]}"
+        return type(value).__name__
+
+    with recording() as log:
+        made = recorded(Keeper)()
+        keeper: Any = made
+        other = keeper.other()
+        _, real, _ = _of(keeper)
+        keeper.take(hold(other), key=hold(other))
+        keeper[hold(other)] = hold(other)
+        assert keeper[hold(other)] == 0
+        keeper.kept = hold(other)
+    assert len(real.given) == 5
+    for each in (*real.given, real.kept):
+        assert text_of(each) == text_of(hold(Keeper()))
+    shown = log.text(hold(other))
+    assert "keeper2" in shown
+    assert [line.text for line in log.lines[2:]] == [
+        f"keeper.take({shown}, key={shown})",
+        f"keeper[{index_of(shown, hold(other))}] = {shown}",
+        f"keeper[{index_of(shown, hold(other))}]",
+        f"keeper.kept = {shown}",
+    ]
+
+
+def index_of(shown: str, value: Any) -> str:
+    """Return a value as an index, where a tuple has no brackets."""
+    return shown[1:-1] if type(value) is tuple else "keeper2, 0" if type(value) is Place else shown
