@@ -29,6 +29,7 @@ from radixkv.spec.adapters.load_target import load_target
 from radixkv.spec.adapters.recorder import Recording, _of, recording
 from radixkv.spec.harness.engine import Finding, Operation
 from radixkv.spec.harness.findings.known import KnownSubject
+from radixkv.spec.harness.findings.script import _write
 from radixkv.spec.harness.random_engine import run_case
 from radixkv.spec.harness.subjects import WHATS, What, make_subject
 from radixkv.spec.rules.rule import RULES, require
@@ -628,3 +629,11 @@ def test_a_manager_gets_no_stand_in_however_it_gets_it(hold: Callable[[Any], Any
 def index_of(shown: str, value: Any) -> str:
     """Return a value as an index, where a tuple has no brackets."""
     return shown[1:-1] if type(value) is tuple else "keeper2, 0" if type(value) is Place else shown
+
+
+def test_equal_findings_have_equal_scripts() -> None:
+    """Python orders a set of strings anew in each process."""
+    folders = [f"/packages/{number}" for number in range(10, 30)]
+    log = Recording(folders=set(folders))
+    text = _write(Finding("S1 no-leak", "", {}, []), log, [("drain()", [])], "", "")
+    assert re.findall(r"insert\(0, '(.*)'\)", text) == folders

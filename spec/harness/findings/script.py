@@ -85,8 +85,8 @@ def _write(
     if live:
         log.imports.add("from copy import deepcopy")
     text = [f'"""{rule.name}: {rule.sentence}"""', ""]
-    if log.folders:
-        text += ["import sys", "", *(f"sys.path.insert(0, {each!r})" for each in log.folders), ""]
+    if folders := sorted(log.folders):
+        text += ["import sys", "", *(f"sys.path.insert(0, {each!r})" for each in folders), ""]
     text += [*sorted(log.imports), ""]
     for call, lines in parts:
         text += [f"# {call}"] if call and (lines or call == parts[-1][0]) else []
