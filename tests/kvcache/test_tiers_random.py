@@ -19,6 +19,7 @@ from radixkv.kvcache import (
     AllBlocksCleared,
     BlockStored,
     Lease,
+    Match,
     Operation,
     OpKind,
     OutOfBlocksError,
@@ -98,8 +99,10 @@ class World:
     def run(self) -> None:
         actions, weights = list(self.actions), list(self.actions.values())
         for action in self.random.choices(actions, weights, k=NUM_STEPS):
+            before = [(tokens, self.manager.match(tokens)) for tokens in self.asked[-4::3]]
             action()
             self.manager.check()
+            self.check_matches(before)
             self.check_stats(is_reset=action == self.reset)
             self.check_tables()
         self.drain()
@@ -302,6 +305,15 @@ class World:
             found = getattr(stats, name, None)
             assert (getattr(tiers, name) if found is None else found) == expected, name
 
+    def check_matches(self, before: list[tuple[list[int], Match]]) -> None:
+        """While the version of the tree is the same, a match is what it was: `admit` relies on it.
+
+        Other matches are made again when they are admitted.
+        """
+        for tokens, old in before:
+            new = self.manager.match(tokens)
+            assert old._version != new._version or _found(old) == _found(new), tokens
+
     def check_tables(self) -> None:
         """While its version is the same, a block table only grows: a copy of it stays right."""
         tables = self.manager.tables
@@ -335,6 +347,16 @@ class World:
             self.memory.rename()
             self.memory.settle()
             assert {*self.memory.drop_order()} <= {*self.memory.storage.values()}
+
+
+def _found(match: Match) -> tuple[object, ...]:
+    """What a match found: nodes and copies of the tree, by identity."""
+    walk = match._walk
+    runs = [(run, run.num_blocks) for run in match.host_runs]
+    if walk is None:
+        return None, match.num_host_blocks, runs
+    ends = walk.node, walk.num_bytes, walk.inside, walk.inside_blocks
+    return *ends, match.num_host_blocks, runs
 
 
 @pytest.mark.parametrize("group", range(NUM_GROUPS))
