@@ -56,17 +56,21 @@ def test_only_whole_blocks_have_keys() -> None:
     assert len(block_keys(replace(NAMESPACE, block_size=1), range(3))) == 3
 
 
-@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40), st.integers(0, 40))
-def test_keys_are_a_chain(tokens: list[int], cut: int) -> None:
+@given(
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40),
+    st.integers(0, 40),
+    st.sampled_from([b"", b"lora"]),
+)
+def test_keys_are_a_chain(tokens: list[int], cut: int, extras: bytes) -> None:
     before = list(tokens)
-    keys = block_keys(NAMESPACE, tokens)
+    keys = block_keys(NAMESPACE, tokens, extras)
     assert tokens == before
-    assert keys == block_keys(NAMESPACE, np.array(tokens, np.int32))
-    assert keys == NAMESPACE.block_keys(tokens)
-    assert keys[: cut // 4] == block_keys(NAMESPACE, tokens[:cut])
+    assert keys == block_keys(NAMESPACE, np.array(tokens, np.int32), extras)
+    assert keys == NAMESPACE.block_keys(tokens, extras)
+    assert keys[: cut // 4] == block_keys(NAMESPACE, tokens[:cut], extras)
     assert len(set(keys)) == len(keys)
     for done in range(1, len(keys)):
-        rest = block_keys(NAMESPACE, tokens[4 * done :], parent=keys[done - 1])
+        rest = block_keys(NAMESPACE, tokens[4 * done :], extras, keys[done - 1])
         assert rest == keys[done:]
 
 

@@ -114,7 +114,7 @@ def test_a_key_scanned_twice_is_listed_once(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"radixkv:{key.hex()}".encode() for key in KEYS[:2]]
-    pages = {0: (7, names[:1]), 7: (0, names)}
+    pages = {0: (7, names[:1]), 7: (8, names[1:]), 8: (0, names)}
     with connected(server) as backend:
         put(backend, KEYS[0], b"abc")
         put(backend, KEYS[1], b"de")
@@ -131,6 +131,8 @@ def test_namespaces_are_listed_without_foreign_names(
         f"radixkv:{space[1:]}:{key}",
         f"radixkv:{space}:{key[1:]}",
         f"radixkv:{space}:{space}:{key}",
+        f"radixkv:{key}0",
+        f"radixkv:{space}:{key}:old",
         f"radixkv::{key}",
         f"other:radixkv:{space}:{key}",
         "radixkv:",

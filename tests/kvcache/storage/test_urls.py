@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.kvcache.storage import FileBackend, StorageNamespace, StorageWorkers
+from radixkv.kvcache.storage import FileBackend, Status, StorageNamespace, StorageWorkers
 from radixkv.kvcache.storage.errors import StorageUrlError
 from radixkv.kvcache.storage.object_storage.backend import ObjectStorageBackend
 from radixkv.kvcache.storage.redis.backend import RedisBackend
@@ -51,6 +51,19 @@ def test_a_directory_without_a_limit_holds_16_gib(tmp_path: Path) -> None:
         storage = open_storage((tmp_path / str(number)).as_uri(), None, max_bytes=max_bytes)
         assert storage.stats().backend["max_bytes"] == expected
         assert storage.close()
+
+
+def test_a_limit_of_values_is_none_of_what_is_in_flight(tmp_path: Path) -> None:
+    """And what has no limit of values needs none."""
+    for url, max_bytes in ((tmp_path.joinpath("kv").as_uri(), 500), ("memory://", None)):
+        storage = open_storage(url, None, max_bytes=max_bytes)
+        storage.store(KEYS[:2], [[bytes(400)]] * 2, timeout_s=LONG_S)
+        while not (completions := storage.poll()):
+            time.sleep(0.001)
+        # Two at a time have no room in the directory, but none is refused before its turn.
+        assert Status.DROPPED not in completions[0].statuses
+        assert Status.STORED in completions[0].statuses
+        assert storage.close(timeout_s=LONG_S)
 
 
 def test_which_urls_name_a_server() -> None:
@@ -115,6 +128,8 @@ def test_a_namespace_can_be_changed_where_there_is_one(
             while not storage.poll():
                 time.sleep(0.001)
             assert other.contains(KEYS[:1]) == [backend is one]
+            assert isinstance(backend, RedisBackend | ObjectStorageBackend)
+            assert backend.namespace == (OTHER.digits if backend is one else None)
             assert storage.lookup_prefix(KEYS[:1], timeout_s=LONG_S) == 1
             storage.use_namespace(NAMESPACE)
             assert storage.lookup_prefix(KEYS[:1], timeout_s=LONG_S) == (backend is outside)

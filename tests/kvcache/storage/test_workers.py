@@ -171,6 +171,19 @@ def test_an_error_is_logged_again_only_after_a_success(caplog: pytest.LogCapture
     assert calls == ["lookup", "touch", "load", "store", "delete"] * 3
 
 
+def test_the_success_of_a_call_is_none_of_another(caplog: pytest.LogCaptureFixture) -> None:
+    """A server that answers lookups but refuses writes is logged once."""
+    backend = MemoryBackend()
+    checksummed = ChecksummedBackend(backend)
+    for _ in range(3):
+        checksummed.backend = BrokenBackend(OSError())
+        checksummed.touch(KEYS[:1])
+        checksummed.backend = backend
+        checksummed.lookup(KEYS[:1])
+        checksummed.delete(KEYS[0])
+    assert [message.split(" failed ")[0] for message in caplog.messages] == ["touch"]
+
+
 def test_a_lookup_with_too_few_answers_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
