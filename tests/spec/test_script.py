@@ -26,7 +26,7 @@ from radixkv.scheduler.cli.main import main
 from radixkv.scheduler.fuzz import targets
 from radixkv.spec import CacheSubject, recorded, run, shrink, to_script
 from radixkv.spec.adapters.load_target import load_target
-from radixkv.spec.adapters.recorder import Recording, _of, recording
+from radixkv.spec.adapters.recorder import Line, Recording, _of, recording
 from radixkv.spec.harness.engine import Finding, Operation
 from radixkv.spec.harness.findings.known import KnownSubject
 from radixkv.spec.harness.findings.script import _write
@@ -635,5 +635,5 @@ def test_equal_findings_have_equal_scripts() -> None:
     """Python orders a set of strings anew in each process."""
     folders = [f"/packages/{number}" for number in range(10, 30)]
     log = Recording(folders=set(folders))
-    text = _write(Finding("S1 no-leak", "", {}, []), log, [("drain()", [])], "", "")
+    text = _write(Finding("S1 no-leak", "", {}, []), log, [("", [Line("f()", error="E")])], "", "")
     assert re.findall(r"insert\(0, '(.*)'\)", text) == folders
