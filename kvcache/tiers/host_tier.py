@@ -44,10 +44,8 @@ class HostConfig:
     hits: int = 0
 
     def __post_init__(self) -> None:
-        counts = {"num_blocks": as_count("num_blocks", self.num_blocks, minimum=1)}
-        counts["hits"] = as_count("hits", self.hits)
-        for name, count in counts.items():
-            object.__setattr__(self, name, count)
+        for name, minimum in (("num_blocks", 1), ("hits", 0)):
+            object.__setattr__(self, name, as_count(name, getattr(self, name), minimum))
         if self.write not in (None, *_POLICIES):
             raise HostConfigError(f"write must be one of {_POLICIES}, got {self.write!r}")
         if self.hits and self.write != "through":
