@@ -101,7 +101,11 @@ def world_of(trace: Trace) -> CacheWorld:
     return world
 
 
-@pytest.mark.parametrize(("operation", "names"), APPLIES, ids=lambda each: str(each))
+@pytest.mark.parametrize(
+    ("operation", "names"),
+    APPLIES,
+    ids=lambda each: str(sorted(each) if isinstance(each, set) else each),
+)
 def test_an_operation_of_a_cache_applies_to_requests_in_some_states(
     operation: Operation, names: set[str]
 ) -> None:
