@@ -160,8 +160,9 @@ class Recording:
 
 
 def _index_text(recording: Recording, index: Any) -> str:
-    if isinstance(index, tuple):
-        return ", ".join(_index_text(recording, each) for each in index)
+    if isinstance(index, tuple) and index:
+        text = ", ".join(_index_text(recording, each) for each in index)
+        return f"{text}," if len(index) == 1 else text
     if isinstance(index, slice):
         ends = ["" if each is None else str(each) for each in (index.start, index.stop)]
         return ":".join(ends if index.step is None else [*ends, str(index.step)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from enum import Enum
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Final
@@ -11,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 _SEQUENCES: Final = (list, tuple, set, frozenset, deque)
 _LEAVES: Final = frozenset(
-    (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, NoneType, bool, int, float,
+    (ModuleType, FunctionType, MethodType, BuiltinFunctionType, NoneType, bool, int, float,
      str, bytes, bytearray)
 )  # fmt: skip
 
@@ -19,8 +20,8 @@ _LEAVES: Final = frozenset(
 def count_references(root: object, *leave_out: object) -> int:
     """Return how many references an object and all objects that it reaches hold.
 
-    A reference is an attribute, or an entry of a list, tuple, set, deque or dict. Classes, modules
-    and functions are not followed.
+    A reference is an attribute, or an entry of a list, tuple, set, deque or dict. Classes, members
+    of enums, modules and functions are not followed.
 
     Args:
         root: the object.
@@ -35,7 +36,8 @@ def count_references(root: object, *leave_out: object) -> int:
     seen = {id(each) for each in leave_out}
     while stack:
         each = stack.pop()
-        if type(each) not in _LEAVES and id(each) not in seen:
+        is_leaf = type(each) in _LEAVES or isinstance(each, type | Enum)
+        if not is_leaf and id(each) not in seen:
             seen.add(id(each))
             before = len(stack)
             stack.extend(_references(each))

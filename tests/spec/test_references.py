@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from enum import Enum
 from typing import Any
 
 from radixkv.kvcache import CacheManager
@@ -84,6 +85,22 @@ def test_each_object_is_followed_once_and_code_is_not() -> None:
     assert count_references([shared, shared]) == 2 + 3
     assert count_references(ring) == 1
     assert count_references([Plain, len, count_references, shared.append]) == 4
+
+
+class Meta(type):
+    """A kind of classes, as of abstract ones."""
+
+
+class Cached(metaclass=Meta):
+    cache = dict.fromkeys(range(100))
+
+
+class Kind(Enum):
+    FULL = 1
+
+
+def test_classes_of_any_kind_and_members_of_enums_are_not_followed() -> None:
+    assert count_references([Cached, Kind, Kind.FULL]) == 3
 
 
 def test_what_is_left_out_is_counted_and_not_followed() -> None:

@@ -472,7 +472,7 @@ BOUND = st.none() | st.integers(-9, 9)
 INDEX = st.integers(-9, 9) | st.builds(slice, BOUND, BOUND, BOUND) | st.text(max_size=2)
 
 
-@given(INDEX | st.lists(INDEX, min_size=2, max_size=3).map(tuple), VALUES)
+@given(INDEX | st.lists(INDEX, max_size=3).map(tuple), VALUES)
 def test_an_index_is_written_as_an_expression_that_gives_it(index: Any, value: Any) -> None:
     with recording() as log:
         echo: Any = recorded(Echo)()
