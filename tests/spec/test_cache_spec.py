@@ -52,6 +52,32 @@ def test_a_run_is_determined_by_its_seed() -> None:
     assert first == again != other and first.finding is other.finding is None
 
 
+class SharesUnwritten(Plain):
+    """Gives an equal prompt the blocks of the one before it, also one that is not full."""
+
+    def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+        if not self.tables:
+            return super().admit(name, tokens, namespace)
+        [other] = self.tables
+        self.tables[name], self.lengths[name] = list(self.tables[other]), self.lengths[other]
+        return 0
+
+
+@pytest.mark.parametrize("block_size", [2, 3])
+@pytest.mark.parametrize("num_tokens", range(1, 7))
+def test_a_step_may_begin_in_no_block_that_another_request_reads(
+    block_size: int, num_tokens: int
+) -> None:
+    config = {"num_blocks": 8, "block_size": block_size, "max_running": 2, "alphabet": 1}
+    trace: Trace = [
+        *(["submit", name, [0] * num_tokens, 1, 0] for name in ("r1", "r2")),
+        ["admit", "r1"], ["forward", "r1", num_tokens], ["admit", "r2"],
+        ["append", "r1", [0]], ["forward", "r1", 1],
+    ]  # fmt: skip
+    found = replay(CacheSubject(SharesUnwritten), config, trace)
+    assert (found is not None and found.rule.code == "C2") == (num_tokens % block_size > 0)
+
+
 def test_a_trace_replays_and_what_does_not_apply_is_skipped() -> None:
     subject = CacheSubject(cache_adapter.make_factory(), "full")
     config = {"num_blocks": 4, "block_size": 2, "max_running": 2, "alphabet": 1}

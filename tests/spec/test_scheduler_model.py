@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from radixkv.spec.model.scheduler import Limits, Request, SchedulerModel, Step, root_tag
-from radixkv.spec.model.scheduler_policies import check_asked, led_blocks, next_block, reserve
+from radixkv.spec.model.scheduler_policies import (
+    check_asked,
+    check_overtaken,
+    led_blocks,
+    next_block,
+    reserve,
+)
 
 from .violations import code
 
@@ -184,3 +190,19 @@ def test_the_end_of_a_request_is_told_once(ended: list[str], rule: str) -> None:
     model.launch(step)
     model.compute(step)
     assert code(model.complete, step, ended) == rule
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3])
+def test_overtaking_is_counted_from_the_last_time_that_a_request_began_to_wait(most: int) -> None:
+    """It is overtaken by two, admitted, preempted, and overtaken by two others."""
+    requests = [request(f"r{number}", [0, 1], order=number) for number in range(5)]
+    model = model_of(*requests, max_overtaken=most)
+    first, *later = requests
+    found = []
+    for admitted in (later[:2], [first], later[2:]):
+        first.phase = "waiting"
+        for each in admitted:
+            each.phase = "running"
+        step = admits(model, admitted=admitted)
+        found.append(code(check_overtaken, model, step))
+    assert found == ["Q6" if most < 2 else "", "", "Q6" if most < 2 else ""]
