@@ -98,6 +98,23 @@ def test_a_split_keeps_the_hits_of_both_parts():
     assert memory.residency([1, 2, 3]) == "bbd"
 
 
+@pytest.mark.parametrize("is_split_again", [False, True])
+@pytest.mark.parametrize("num_above", [1, 2, 3])
+@pytest.mark.parametrize("num_arrived", range(5))
+def test_blocks_that_arrived_are_those_that_were_written_however_the_copy_was_split(
+    num_above, num_arrived, is_split_again
+):
+    memory = TierMemory(8, 8, "through")
+    memory.serve_without_copies([1, 2, 3, 4])
+    operation = memory.one(OpKind.DEVICE_TO_HOST)
+    memory.manager.release(memory.start([*range(1, 1 + num_above), 9]))
+    if is_split_again:
+        memory.manager.release(memory.start([1, 8]))
+    memory.finish(operation, [place < num_arrived for place in range(4)])
+    assert memory.residency([1, 2, 3, 4]) == "bbbb"[:num_arrived] + "dddd"[num_arrived:]
+    memory.manager.check()
+
+
 def test_eviction_drops_blocks_with_too_few_hits():
     memory = TierMemory(3, 3, "through", hits=1)
     memory.serve([1, 2, 3])

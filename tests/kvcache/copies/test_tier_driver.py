@@ -103,6 +103,15 @@ class TestDeviceToHost:
         bench.clock.now = 5
         assert bench.driver.poll() == [OperationResult(op_id, (True, True, False), fenced=False)]
 
+    @pytest.mark.parametrize("seconds", [4, 5, 100])
+    def test_what_was_written_in_time_counts_however_late_it_is_polled(self, bench, seconds):
+        bench.host.held = True
+        op_id = bench.start(DOWN, [1], [1], timeout_s=5)
+        bench.finish_write()
+        bench.clock.now = seconds
+        assert bench.driver.poll() == [OperationResult(op_id, (True,), fenced=True)]
+        assert bench.driver.stats().operations == {(DOWN, Outcome.DONE): 1}
+
     def test_an_offload_that_no_thread_started_ends_fenced(self, bench):
         bench.host.held = True
         bench.start(DOWN, [1], [1])
