@@ -97,7 +97,7 @@ class SamplingParams:
             if isinstance(value := getattr(self, field.name), np.number):
                 object.__setattr__(self, field.name, value.item())
         for name in ("temperature", "top_p", "min_p", *_PENALTIES):
-            if not isinstance(value := getattr(self, name), int | float | np.number):
+            if not isinstance(value := getattr(self, name), int | float):
                 raise RequestError(f"{name} must be a number, got {value!r}")
         for name in ("top_k", "seed", "min_tokens", "num_continued"):
             if not _is_integer(value := getattr(self, name)):

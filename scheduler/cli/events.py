@@ -51,13 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
         lines += ["", f"{name}: {finding['number']:,}", *(f"  {why}" for why in finding["first"])]
     if not OF_RESTARTS.isdisjoint(checker.findings):
         lines += ["", "A restart of the publisher that cannot be seen breaks K3, K4 and K5, too."]
-    is_silent = not checker.num_batches and not checker.findings
-    if not checker.findings and not is_silent:
+    if checker.num_batches and not checker.findings:
         lines += ["", "No finding."]
     if checker.joined_late:
         lines += ["", "Not every batch is known: unknown blocks are not reported."]
     emit(arguments.json, document, *lines)
-    if is_silent:
+    if not checker.num_batches and not checker.findings:
         raise BadInputError(f"no batch came from {arguments.endpoint}, so nothing was checked")
     return int(bool(checker.findings))
 

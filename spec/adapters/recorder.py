@@ -140,7 +140,7 @@ class Recording:
             pairs = (f"{self.text(key)}: {self.text(each)}" for key, each in value.items())
             return f"{{{', '.join(pairs)}}}"
         if isinstance(value, set | frozenset) and value:
-            text = f"{{{', '.join(map(self.text, value))}}}"
+            text = f"{{{', '.join(sorted(map(self.text, value)))}}}"
             return text if isinstance(value, set) else f"frozenset({text})"
         if isinstance(value, deque):
             return self.text(list(value))

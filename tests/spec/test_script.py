@@ -633,6 +633,8 @@ def index_of(shown: str, value: Any) -> str:
 
 def test_equal_findings_have_equal_scripts() -> None:
     """Python orders a set of strings anew in each process."""
+    words = [str(number) for number in range(10, 30)]
+    assert Recording().text({*words}) == f"{{{', '.join(map(repr, words))}}}"
     folders = [f"/packages/{number}" for number in range(10, 30)]
     log = Recording(folders=set(folders))
     text = _write(Finding("S1 no-leak", "", {}, []), log, [("", [Line("f()", error="E")])], "", "")

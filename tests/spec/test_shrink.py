@@ -612,9 +612,12 @@ def test_equal_findings_are_shrunk_to_equal_ones() -> None:
 class Spoils(Judged):
     """Changes the configuration and the operations that it is given."""
 
-    config: dict[str, Any] = {}  # noqa: RUF012  # as of any world
     only_drawn = ()
     table = Table[Any](lambda world: {}, ())
+
+    def __init__(self, breaks: Callable[[Trace], bool]) -> None:
+        super().__init__(breaks)
+        self.config: dict[str, Any] = {}
 
     def world(self, config: Any) -> Any:
         assert config == SPOILED

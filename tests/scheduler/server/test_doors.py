@@ -74,8 +74,8 @@ def test_what_is_no_request_needs_no_key() -> None:
 
 def test_choices_are_counted_up_to_the_limit_and_given_back_after_errors() -> None:
     count = RequestCount(3)
-    for error in (KeyboardInterrupt, MemoryError, ApiError(400, "no")):
-        with pytest.raises(BaseException), count.admit(3):  # noqa: B017
+    for error in (KeyboardInterrupt(), MemoryError(), ApiError(400, "no")):
+        with pytest.raises(type(error)), count.admit(3):
             raise error
         assert count.active == 0
     with count.admit(2):
@@ -96,8 +96,8 @@ def test_choices_are_counted_up_to_the_limit_and_given_back_after_errors() -> No
 
 def test_log_probabilities_of_prompts_are_counted_up_to_the_limit() -> None:
     count = RequestCount(1, max_records=10)
-    for error in (KeyboardInterrupt, MemoryError, ApiError(400, "no")):
-        with pytest.raises(BaseException), count.admit_records(10):  # noqa: B017
+    for error in (KeyboardInterrupt(), MemoryError(), ApiError(400, "no")):
+        with pytest.raises(type(error)), count.admit_records(10):
             raise error
         assert count.num_records == 0
     with count.admit_records(7), count.admit_records(3), count.admit_records(0):
