@@ -10,9 +10,9 @@ from . import (
     handoff_adapter,
     pool_adapter,
     scheduler_adapter,
-    tier_adapter,
     tiered_scheduler_adapter,
 )
+from .tiers import adapter as tier_adapter
 
 cache = cache_adapter.make_factory()
 handoff = handoff_adapter.make_factory()

@@ -17,7 +17,7 @@ from ...spec.adapters.tiers import Copy
 from ...spec.harness.engine import Config
 from .. import handoff as own_handoff
 from .scheduler_adapter import MixedAdapter
-from .tier_adapter import KINDS
+from .tiers.adapter import KINDS
 
 
 class TieredMixedAdapter(MixedAdapter):

@@ -22,7 +22,8 @@ from signal import ITIMER_PROF, SIGPROF, setitimer, signal
 from types import ModuleType
 from typing import Final, Literal, TypeAlias
 
-from radixkv.scheduler.fuzz import cache_adapter, pool_adapter, tier_adapter
+from radixkv.scheduler.fuzz import cache_adapter, pool_adapter
+from radixkv.scheduler.fuzz.tiers import adapter as tier_adapter
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import Subject
 from radixkv.spec.harness.pool_world import PoolSubject

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.scheduler.fuzz.tier_adapter import make_cost_factory
+from radixkv.scheduler.fuzz.tiers.adapter import make_cost_factory
 from radixkv.spec.harness.cost_world import CostSubject, CostWorld, work_of
 from radixkv.spec.harness.engine import Config, Operation, replay
 from radixkv.spec.harness.random_engine import run

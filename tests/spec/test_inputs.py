@@ -15,9 +15,10 @@ import pytest
 from radixkv import kvcache as own_kvcache
 from radixkv.kvcache import RecycleError
 from radixkv.kvcache.storage.keys import StorageNamespace
-from radixkv.scheduler.fuzz import pool_adapter, tier_adapter
+from radixkv.scheduler.fuzz import pool_adapter
 from radixkv.scheduler.fuzz.lent_tokens import lend, listed, take_back
 from radixkv.scheduler.fuzz.scheduler_adapter import MixedAdapter
+from radixkv.scheduler.fuzz.tiers import adapter as tier_adapter
 from radixkv.spec.adapters.cache import Manager
 from radixkv.spec.adapters.tier_target import TierTarget
 from radixkv.spec.adapters.tiers import TierManager

@@ -15,9 +15,10 @@ import pytest
 
 from radixkv import kvcache
 from radixkv.kvcache import CountError
-from radixkv.scheduler.fuzz import cache_adapter, tier_adapter
+from radixkv.scheduler.fuzz import cache_adapter
 from radixkv.scheduler.fuzz import misuse as misuse_module
 from radixkv.scheduler.fuzz.misuse import Call, make
+from radixkv.scheduler.fuzz.tiers import adapter as tier_adapter
 from radixkv.spec.rules import cache as rules
 from radixkv.spec.rules.rule import Violation
 

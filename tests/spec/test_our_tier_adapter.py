@@ -10,9 +10,9 @@ import pytest
 
 from radixkv import kvcache
 from radixkv.kvcache.errors import OperationResultError
-from radixkv.scheduler.fuzz.tier_adapter import KINDS, TierAdapter
-from radixkv.scheduler.fuzz.tier_snapshot import snapshot_of
 from radixkv.scheduler.fuzz.tiered_scheduler_adapter import TieredMixedAdapter
+from radixkv.scheduler.fuzz.tiers.adapter import KINDS, TierAdapter
+from radixkv.scheduler.fuzz.tiers.snapshot import snapshot_of
 from radixkv.spec.adapters.tiers import Copy
 from radixkv.spec.rules import tiers as rules
 from radixkv.spec.rules.rule import Violation

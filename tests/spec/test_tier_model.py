@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.scheduler.fuzz import tier_adapter
+from radixkv.scheduler.fuzz.tiers import adapter as tier_adapter
 from radixkv.spec.harness.tiers import requests, take
 from radixkv.spec.harness.tiers.checks import check_parked
 from radixkv.spec.harness.tiers.world import TierSubject

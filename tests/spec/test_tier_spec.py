@@ -7,7 +7,7 @@ from typing import Any, Final, cast, get_args
 
 import pytest
 
-from radixkv.scheduler.fuzz import tier_adapter
+from radixkv.scheduler.fuzz.tiers import adapter as tier_adapter
 from radixkv.spec.adapters.cache import Manager
 from radixkv.spec.adapters.tiers import Copy, CopyKind, TierManager
 from radixkv.spec.harness.engine import Config, Operation, Trace, replay

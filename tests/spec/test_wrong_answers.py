@@ -21,8 +21,8 @@ from radixkv import scheduler as own_scheduler
 from radixkv.scheduler.fuzz.cache_adapter import CacheAdapter
 from radixkv.scheduler.fuzz.handoff_adapter import HandoffAdapter
 from radixkv.scheduler.fuzz.scheduler_adapter import MixedAdapter
-from radixkv.scheduler.fuzz.tier_adapter import TierAdapter
 from radixkv.scheduler.fuzz.tiered_scheduler_adapter import TieredDecodeAdapter, TieredMixedAdapter
+from radixkv.scheduler.fuzz.tiers.adapter import TierAdapter
 from radixkv.spec.adapters.handoff import NodeCounts
 from radixkv.spec.adapters.scheduler import SchedulerPromises
 from radixkv.spec.adapters.tiers import Copy

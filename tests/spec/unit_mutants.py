@@ -197,12 +197,12 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "scheduler/fuzz/misuse.py": _tests(_SPEC, "misuse", "cache_spec"),
     "scheduler/fuzz/pool_adapter.py": _tests(_SPEC, "our_cache_adapter", "cache_spec"),
     "scheduler/fuzz/scheduler_adapter.py": _tests(_SPEC, "our_adapters", "scheduler_spec"),
-    "scheduler/fuzz/tier_adapter.py": _tests(
+    "scheduler/fuzz/tiers/adapter.py": _tests(
         _SPEC, "our_tier_adapter", "misuse", "inputs", "tier_spec"
     ),
-    "scheduler/fuzz/tier_events.py": _tests(_SPEC, "tier_spec"),
-    "scheduler/fuzz/tier_misuse.py": _tests(_SPEC, "misuse", "tier_spec"),
-    "scheduler/fuzz/tier_snapshot.py": _tests(_SPEC, "our_tier_adapter", "tier_spec"),
+    "scheduler/fuzz/tiers/events.py": _tests(_SPEC, "tier_spec"),
+    "scheduler/fuzz/tiers/misuse.py": _tests(_SPEC, "misuse", "tier_spec"),
+    "scheduler/fuzz/tiers/snapshot.py": _tests(_SPEC, "our_tier_adapter", "tier_spec"),
     "scheduler/fuzz/tiered_scheduler_adapter.py": _tests(
         _SPEC, "our_adapters", "our_tier_adapter", "tiered_scheduler_spec"
     ),

@@ -13,7 +13,8 @@ from multiprocessing import get_context
 from statistics import median
 from typing import Any, Literal, TypeAlias, cast
 
-from radixkv.scheduler.fuzz import cache_adapter, pool_adapter, tier_adapter
+from radixkv.scheduler.fuzz import cache_adapter, pool_adapter
+from radixkv.scheduler.fuzz.tiers import adapter as tier_adapter
 from radixkv.spec.adapters.cache_target import Depth
 from radixkv.spec.harness import hypothesis_engine, random_engine
 from radixkv.spec.harness.cache.world import CacheSubject

@@ -7,10 +7,10 @@ from functools import partial
 
 import numpy as np
 
-from ...kvcache.storage.keys import StorageNamespace
-from ...spec.rules.cache import R5
-from .misuse import Call
-from .protocols import TiersUnderTest
+from ....kvcache.storage.keys import StorageNamespace
+from ....spec.rules.cache import R5
+from ..misuse import Call
+from ..protocols import TiersUnderTest
 
 
 def wrong_calls(adapter: TiersUnderTest) -> Iterator[Call]:

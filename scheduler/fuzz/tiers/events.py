@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ...spec.adapters.tiers import TierEvents
-from .protocols import TiersUnderTest
+from ....spec.adapters.tiers import TierEvents
+from ..protocols import TiersUnderTest
 
 
 def report_events(adapter: TiersUnderTest, events: TierEvents) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...spec.adapters.tiers import Prefix, TierSnapshot
-from ...spec.rules.rule import require
-from ...spec.rules.tiers import T1
-from .protocols import TiersUnderTest
+from ....spec.adapters.tiers import Prefix, TierSnapshot
+from ....spec.rules.rule import require
+from ....spec.rules.tiers import T1
+from ..protocols import TiersUnderTest
 
 
 def snapshot_of(adapter: TiersUnderTest) -> TierSnapshot:

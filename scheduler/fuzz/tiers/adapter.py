@@ -8,20 +8,20 @@ from typing import Any, Final, cast
 
 import numpy as np
 
-from ... import kvcache as own_kvcache
-from ...spec.adapters.cache import Events
-from ...spec.adapters.tiers import Copy, CopyKind, TierEvents, TierFactory, TierSnapshot
-from ...spec.harness.cost_world import CostFactory
-from ...spec.harness.engine import Config
-from ...spec.harness.tiers.configuration import window_of
-from ...spec.rules.rule import require
-from ...spec.rules.tiers import T5
-from .cache_adapter import CacheAdapter
-from .lent_tokens import Lent, lending
-from .misuse import make
-from .tier_events import report_events
-from .tier_misuse import storage_of, wrong_calls
-from .tier_snapshot import snapshot_of
+from .... import kvcache as own_kvcache
+from ....spec.adapters.cache import Events
+from ....spec.adapters.tiers import Copy, CopyKind, TierEvents, TierFactory, TierSnapshot
+from ....spec.harness.cost_world import CostFactory
+from ....spec.harness.engine import Config
+from ....spec.harness.tiers.configuration import window_of
+from ....spec.rules.rule import require
+from ....spec.rules.tiers import T5
+from ..cache_adapter import CacheAdapter
+from ..lent_tokens import Lent, lending
+from ..misuse import make
+from .events import report_events
+from .misuse import storage_of, wrong_calls
+from .snapshot import snapshot_of
 
 KINDS: Final[dict[str, CopyKind]] = {
     "device to host": "out",
