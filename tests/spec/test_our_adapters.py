@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,22 @@ import numpy as np
 import pytest
 
 from radixkv import scheduler as own_scheduler
-from radixkv.kvcache import RequestTooLargeError
+from radixkv.kvcache import CacheManager, HostConfig, OutOfBlocksError, RequestTooLargeError
+from radixkv.kvcache.tiers.host_tier import WritePolicy
+from radixkv.scheduler.fuzz import (
+    cache_adapter,
+    handoff_adapter,
+    scheduler_adapter,
+    tiered_scheduler_adapter,
+)
 from radixkv.scheduler.fuzz.scheduler_adapter import BETWEEN, IN_FLIGHT, MixedAdapter
 from radixkv.scheduler.fuzz.tiered_scheduler_adapter import (
     TieredDecodeAdapter,
     TieredMixedAdapter,
 )
+from radixkv.scheduler.fuzz.tiers import adapter as tier_adapter
 from radixkv.spec.adapters.scheduler import SchedulerPromises, Submission
+from radixkv.spec.rules.rule import Violation
 
 from .recording import Recorder
 
@@ -359,3 +369,233 @@ def test_wrong_calls_of_a_decode_node_are_those_of_any_but_for_a_twin() -> None:
     package.scheduler.answers["abort"] = True
     assert [adapter._misuse_between(what, "r1") for what in BETWEEN] == [True, True, False]
     assert package.scheduler.calls == [("abort", "r1.unknown")]
+
+
+@pytest.mark.parametrize(
+    ("first_block", "num_hit_blocks", "num_cached", "num_on_device", "part"),
+    [(0, 0, 0, 0, (0, 3)), (1, 2, 2, 2, (1, 2)), (2, 1, 4, 2, (2, 1)), (3, 3, 6, 6, None)],
+)
+def test_a_granted_request_is_sent_what_it_lacks_and_its_first_token(
+    first_block: int, num_hit_blocks: int, num_cached: int, num_on_device: int,
+    part: tuple[int, int] | None,
+) -> None:  # fmt: skip
+    adapter, package = decode_adapter()
+    handoff, scheduler = own_scheduler.handoff, package.scheduler
+    given = Submission("r1", [4, 5, 6, 7, 8, 9], 3, 0, [8, 9], b"", first_token=7)
+    adapter.add(given)
+    table = np.array([3, 1, 2], np.int32)
+    lease = SimpleNamespace(block_table=table, num_hit_blocks=num_hit_blocks)
+    others = SimpleNamespace(request_id="r2", lease=None)
+    receiving = SimpleNamespace(request_id="r1", lease=lease)
+    vars(scheduler)["_side"] = SimpleNamespace(receiving=[others, receiving])
+    key = handoff.AttemptKey("r1", 1)
+    later = handoff.Grant(handoff.Header(handoff.AttemptKey("r2", 1), 1, grant=6), 0, 2)
+    adapter._grants = [handoff.Grant(handoff.Header(key, 1, grant=5), first_block, 2), later]
+    runs = SimpleNamespace(request_id="r1", arrival=12, lease=None)
+    answers: list[list[Any]] = [*([[Pull("a part")]] if part else []), [Started(runs)]]
+    done = iter(answers)
+    scheduler.calls.clear()
+
+    def act() -> list[Any]:
+        return next(done, [])
+
+    vars(scheduler)["take_actions"] = act
+    assert adapter.block_table("r1") == [3, 1, 2]
+    received = adapter.receive()
+    assert received == ("r1", 12, num_cached, num_on_device, [3, 1, 2])
+    header = handoff.Header(key, 1, 1, 5)
+    commit = handoff.Commit(
+        header, int(part is not None), 7, 6, handoff.Hits(), stop_token_ids=(8, 9)
+    )
+    sent = [("receive", "p0", handoff.Send(header, 0, *part, 0))] if part else []
+    assert [call for call in scheduler.calls if call[0] == "receive"] == [
+        *sent, ("receive", "p0", commit)
+    ]  # fmt: skip
+    assert (("pulled", "a part") in scheduler.calls) == bool(part)
+    assert adapter._grants == [later] and not adapter._asked
+    assert adapter.requests == {"r1": runs}
+
+
+@dataclass
+class Pull:
+    """An action of a decode scheduler, which wants a part."""
+
+    part_id: Any
+
+
+@dataclass
+class Started:
+    """An action of a decode scheduler, which runs a request."""
+
+    request: Any
+
+
+def test_a_grant_of_what_was_given_up_is_none() -> None:
+    adapter, _ = decode_adapter()
+    handoff = own_scheduler.handoff
+    adapter.add(Submission("r1", [4], 1, 0, (), b""))
+    grants = [
+        handoff.Grant(handoff.Header(handoff.AttemptKey(name, attempt), 1, grant=5), 1, 2)
+        for name, attempt in (("r1", 1), ("r1", 2), ("r2", 1))
+    ]
+    for grant in grants:
+        adapter._act(Post(grant))
+    assert adapter._grants == grants[:1]
+
+
+# What an adapter itself holds, makes and judges
+
+
+NODE = {"prefill_blocks": 9, "decode_blocks": 9, "host_blocks": 0, "block_size": 2,
+        "num_groups": 1, "budget": 5, "max_running": 4, "order": "early", "reserve_tokens": 6,
+        "max_overtaken": 256}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: cache_adapter.make_factory()(8, 2),
+        lambda: tier_adapter.make_factory()({**DECODE, "hits": 0, "law": 0, "at_once": 0}),
+        lambda: scheduler_adapter.make_factory()(CONFIG),
+        lambda: tiered_scheduler_adapter.make_factory()(DECODE),
+        lambda: tiered_scheduler_adapter.make_factory()({**DECODE, "decode": 1}),
+        lambda: handoff_adapter.PrefillNode(NODE, 1, 0),
+        lambda: handoff_adapter.DecodeNode(NODE, 1, 0),
+    ],
+    ids=["cache", "tiers", "mixed", "tiered mixed", "tiered decode", "prefill node", "decode node"],
+)
+def test_a_broken_invariant_of_a_manager_is_found(make: Callable[[], Any]) -> None:
+    adapter = make()
+    adapter.check()
+    adapter.manager._pool.allocate(1)  # nobody owns it
+    with pytest.raises(AssertionError):
+        adapter.check()
+
+
+@pytest.mark.parametrize(
+    ("make", "kinds"),
+    [
+        (scheduler_adapter.make_factory, ("MixedAdapter", "MixedAdapter")),
+        (tiered_scheduler_adapter.make_factory, ("TieredMixedAdapter", "TieredDecodeAdapter")),
+    ],
+)
+def test_a_factory_makes_adapters_of_its_package_with_its_promises(
+    make: Any, kinds: tuple[str, str]
+) -> None:
+    package, promises = DecodePackage(), SchedulerPromises(max_overtaken=4)
+    for number, kind in enumerate(kinds):
+        config = {**DECODE, "decode": number}
+        ours, other = make()(config), make(package, promises)(config)
+        assert type(ours).__name__ == type(other).__name__ == kind
+        assert ours.package is own_scheduler and other.package is package
+        assert other.promises == promises
+        longest = 9 * 2 * 7
+        assert ours.promises == replace(SchedulerPromises.all(), max_overtaken=longest)
+        names = [type(each.scheduler).__name__ for each in (ours, other)]
+        assert names[0].endswith("Scheduler") and names[1] == "Recorder"
+
+
+@pytest.mark.parametrize("write", ["back", "through", "exclusive"])
+def test_a_manager_over_tiers_writes_as_its_configuration_says(write: WritePolicy) -> None:
+    manager = over_tiers(None)._make_manager({**DECODE, "write": write})
+    held: list[Any] = []
+    for made in (manager, CacheManager(9, 2, host=HostConfig(4, write))):
+        tiers = made.tiers
+        assert tiers is not None
+        lease = made.admit(made.match([1, 2, 3, 4]))
+        made.publish(lease, [1, 2, 3, 4])
+        made.release(lease)
+        for _ in range(2):
+            made.evict(9)
+            for copy in tiers.take_operations():
+                tiers.complete(copy.id, [True] * copy.num_blocks, fenced=True)
+            held.append(made.stats())
+            made.admit(made.match([1, 2, 3, 4, 5]))
+            held.append(made.stats())
+    assert held[:4] == held[4:]
+
+
+def test_what_a_request_has_generated_is_shown_as_a_copy() -> None:
+    adapter, _ = adapter_of()
+    tokens = np.array([4, 5, 6, 7], np.int32)
+    adapter.requests["r1"] = made = SimpleNamespace(
+        tokens=tokens, num_prompt_tokens=2, output_tokens=[6, 7], finish_reason="stop"
+    )
+    output = adapter.output("r1")
+    assert output == [6, 7] and output is not made.output_tokens and adapter.reason("r1") == "stop"
+    made.output_tokens = [6]
+    with pytest.raises(AssertionError, match="has two outputs"):
+        adapter.output("r1")
+
+
+@pytest.mark.parametrize("changed", ["prompt", "stop"])
+def test_a_request_that_changes_what_it_is_given_is_found(changed: str) -> None:
+    adapter, package = adapter_of()
+
+    def make(name: str, prompt: Any, *_: Any, stop_token_ids: list[int], **named: Any) -> None:
+        (prompt if changed == "prompt" else stop_token_ids)[0] = 1
+
+    vars(package)["Request"] = make
+    with pytest.raises(Violation, match="a request was given") as caught:
+        adapter.add(Submission("r1", [4, 5, 6], 3, 0, [8, 9], b""))
+    assert caught.value.rule.code == "C3"
+    given, found = ([4, 5, 6], [8, 9]), {"prompt": ([1, 5, 6], [8, 9]), "stop": ([4, 5, 6], [1, 9])}
+    assert caught.value.why == f"a request was given {given}, and changed it to {found[changed]}"
+    assert not adapter.requests and not package.scheduler.calls
+
+
+def test_the_tokens_of_an_update_are_lent() -> None:
+    adapter, package = adapter_of()
+    kept: list[Any] = []
+
+    def update(_: Any, tokens: Any) -> list[Any]:
+        kept.extend((tokens, tokens.tolist()))
+        return []
+
+    vars(package.scheduler)["update"] = update
+    adapter.plans = deque(["a plan"])
+    tokens = [7, 8]
+    assert adapter.update(tokens) == [] and tokens == kept[1] == [7, 8]
+    assert kept[0].tolist() == [-7, -7], "a scheduler that keeps them finds others"
+
+
+def test_what_can_be_evicted_is_available() -> None:
+    adapter, _ = adapter_of()
+    manager = adapter.manager
+    lease = manager.admit(manager.match([1, 2, 3]))
+    manager.publish(lease, [1, 2, 3])
+    assert adapter.available() == 4
+    manager.release(lease)
+    assert adapter.available() == 5 and manager.stats().free_blocks == 4
+
+
+@pytest.mark.parametrize("num_blocks", [3, 4, 5, 6])
+@pytest.mark.parametrize("lengths", [(1, 3), (2, 3), (2, 4), (4, 2, 1)])
+def test_a_manager_that_extends_one_at_a_time_is_equivalent(
+    num_blocks: int, lengths: tuple[int, ...]
+) -> None:
+    """Also in what is refused, with which numbers, and that nothing changes then."""
+    seen = []
+    for make in (CacheManager, scheduler_adapter.SinglesManager):
+        manager = make(num_blocks, 2)
+        try:
+            leases = [manager.admit(manager.match([7 + length] * length)) for length in lengths]
+        except OutOfBlocksError:
+            return  # too few even for the leases
+        told: list[Any] = []
+        for rows in ([], [lease.row for lease in reversed(leases)]):
+            for _ in range(3):
+                try:
+                    manager.extend_batch(rows)
+                except OutOfBlocksError as error:
+                    told.append((error.needed, error.available))
+                manager.check()
+                told += [(each.num_tokens, each.num_blocks, manager.available) for each in leases]
+        seen.append(told)
+    assert seen[0] == seen[1]
+
+
+def test_keys_whose_use_is_to_be_reported_are_taken_with_the_operations() -> None:
+    tiers = Recorder(take_operations=[], take_used=[b"k"])
+    assert over_tiers(tiers).take() == []
+    assert tiers.calls == [("take_used",), ("take_operations",)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -370,3 +372,166 @@ def test_an_update_ends_the_first_step_and_tells_who_ran(monkeypatch: pytest.Mon
     node.plans.extend((plan, plan))
     assert node.update([4, 5]) == [True, False] and len(node.plans) == 1
     assert scheduler.calls == [("update", plan, [4, 5])]
+
+
+# Steps, copies and the cache
+
+
+def asked(name: str, seed: int, *table: int) -> Any:
+    """Return a request in the namespace of a tenant, with a lease if it has a table."""
+    request = replace(RUN, namespace=NAMESPACES[1], sampling=replace(GREEDY, seed=seed)).request()
+    request.request_id = name
+    request.append(9)
+    request.lease = (
+        SimpleNamespace(  # type: ignore[assignment]
+            block_table=np.array(table, np.int32), num_shared_blocks=1, num_hit_blocks=2
+        )
+        if table
+        else None
+    )
+    return request
+
+
+def test_a_plan_is_shown_with_all_of_its_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, scheduler, _ = decode_node(monkeypatch)
+    one, two, waits, lost = (
+        asked("r1", 17, 5, 6), asked("r2", 18, 7), asked("r3", 19), asked("r4", 20)
+    )  # fmt: skip
+    node._names.update({one: "one", two: "two", waits: "waits", lost: "lost"})
+    chunks = [SimpleNamespace(request=two, start=2, length=1),
+              SimpleNamespace(request=one, start=0, length=3)]  # fmt: skip
+    plan = SimpleNamespace(chunks=chunks, admitted=[one, waits, two], preempted=[lost, waits])
+    scheduler.answers["schedule"] = plan
+    assert node.schedule() == spec.Plan(
+        [spec.Chunk("two", 2, 3, (7, 8, 9), [7], 1, 18, 1),
+         spec.Chunk("one", 0, 3, (7, 8, 9), [5, 6], 1, 17, 1)],
+        [spec.Admitted("one", (7, 8, 9), 2 * 2, 1), spec.Admitted("two", (7, 8, 9), 2 * 2, 1)],
+        ["lost", "waits"],
+    )  # fmt: skip
+    assert list(node.plans) == [plan]
+    scheduler.answers["schedule"] = SimpleNamespace(chunks=[], admitted=[], preempted=[lost])
+    assert node.schedule() == spec.Plan([], [], ["lost"]) and list(node.plans) == [plan]
+    for other in (waits, lost):
+        scheduler.answers["schedule"] = SimpleNamespace(
+            chunks=[SimpleNamespace(request=other, start=0, length=1)], admitted=[], preempted=[]
+        )
+        with pytest.raises(AssertionError, match="is computed without blocks"):
+            node.schedule()
+
+
+def test_a_request_that_an_update_ends_ran_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, scheduler, _ = decode_node(monkeypatch)
+    request = SimpleNamespace(status=RequestStatus.RUNNING)
+    plan: Any = SimpleNamespace(chunks=[SimpleNamespace(request=request)])
+    node.plans.append(plan)
+
+    def end(*_: Any) -> None:
+        assert not node.plans
+        request.status = RequestStatus.FINISHED
+
+    vars(scheduler)["update"] = end
+    assert node.update([4]) == [True]
+
+
+def test_names_of_requests_that_are_gone_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, scheduler, reporter = decode_node(monkeypatch)
+    reporter.answers["take_messages"] = []
+    scheduler.answers["take_actions"] = [actions.Started(KEY, RUN.request(), 9)]
+    node.take_actions()
+    scheduler.answers.clear()
+    reporter.calls.clear()
+    gc.collect()
+    assert not node._names
+
+
+def test_an_attempt_is_withdrawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(monkeypatch, "PrefillScheduler", take_actions=[actions.Withdraw(KEY)])
+    node = handoff_adapter.PrefillNode(CONFIG, 1, 20)
+    begun = RUN.request()
+    node._begin(begun, "d1", 2)
+    assert node.take_actions() == [spec.Begun("r1.3.2"), spec.Withdraw("r1.3.2")]
+    node.fenced("r1.3.2")
+    assert made.recorder.calls[-1] == ("fenced", KEY) and not node._withdrawn
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_reporter_has_its_options_and_the_time(
+    role: spec.Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Made(monkeypatch, "PrefillScheduler" if role == "prefill" else "DecodeScheduler")
+    given: list[Any] = []
+    reporter = Recorder()
+
+    def make(*some: Any, **named: Any) -> Recorder:
+        given.append((some, named))
+        return reporter
+
+    monkeypatch.setattr(handoff_adapter, "NodeReporter", make)
+    node = HandoffAdapter(CONFIG).node("d0", role, 8, 90)
+    assert given == [((8, handoff_adapter.TIMING), {"progress_s": 0})]
+    assert reporter.calls == [("tick", 90)] and node.now == 90
+
+
+def test_the_timing_is_that_of_the_world() -> None:
+    assert (
+        actions.Timing(spec.RETRY, spec.SILENCE, spec.TRANSFER, spec.REMEMBER)
+        == handoff_adapter.TIMING
+    )
+
+
+def used_node(**more: Any) -> Any:
+    """Return a node whose manager has three published blocks, two of them of a tenant."""
+    node = HandoffAdapter({**CONFIG, **more}).node("d0", "decode", 1, 0)
+    for tokens, namespace in (([1, 2, 3, 4], NAMESPACES[1]), ([1, 2], NAMESPACES[0])):
+        lease = node.manager.admit(node.manager.match(tokens, namespace))
+        node.manager.publish(lease, tokens)
+        node.manager.release(lease)
+    return node
+
+
+def test_the_cache_of_a_node_is_shown_as_it_is_and_stays_so() -> None:
+    node = used_node()
+    manager = node.manager
+    before = manager.stats()
+    assert (node.num_free(), manager.available) == (10, 13)
+    prompt = (1, 2, 3, 4, 5)
+    assert [node.num_cached(prompt, each) for each in (0, 1)] == [2, 4]
+    tables = [node.cached_blocks(prompt[:size], each) for size, each in ((2, 0), (4, 1), (2, 1))]
+    assert [len(each) for each in tables] == [1, 2, 1]
+    assert tables[1][:1] == tables[2] and not {*tables[0]} & {*tables[1]}
+    after = manager.stats()
+    assert (after.live_leases, after.hit_blocks, after.free_blocks) == (
+        0, before.hit_blocks, before.free_blocks
+    )  # fmt: skip
+    node.evict(2)
+    assert (node.num_evicted(), node.num_free(), node.counts()) == (
+        2, 12, spec.NodeCounts(13, 13, 0, 0, 0, 0, 0)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_node_has_work_if_its_scheduler_has(
+    is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, scheduler, _ = decode_node(monkeypatch)
+    vars(scheduler)["has_work"] = is_busy
+    assert node.has_work() is is_busy
+
+
+def test_copies_of_a_node_end_with_their_results_also_when_they_are_cancelled() -> None:
+    assert used_node().take_copies() == []
+    node = used_node(host_blocks=4)
+    tiers = node.manager.tiers
+    node.evict(3)
+    [copy] = node.take_copies()
+    assert copy.is_down and len(copy.sources) == len(copy.destinations) == 3
+    node.copied(copy.id, [True, True, False])
+    assert tiers.stats().host_cached_blocks == 2 and tiers.num_open_operations == 0
+    match = node.manager.match([1, 2, 3, 4, 5], NAMESPACES[1])
+    lease = node.manager.admit(match)
+    [copy] = node.take_copies()
+    assert not copy.is_down
+    node.manager.release(lease)
+    assert node.take_copies() == [] and tiers.take_cancelled() == []
+    node.copied(copy.id, [True, True])
+    assert tiers.num_open_operations == 0

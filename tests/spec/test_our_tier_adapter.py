@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
 
 from radixkv import kvcache
 from radixkv.kvcache.errors import OperationResultError
+from radixkv.kvcache.stats import TierStats
+from radixkv.scheduler.fuzz.cache_adapter import CacheAdapter
 from radixkv.scheduler.fuzz.tiered_scheduler_adapter import TieredMixedAdapter
-from radixkv.scheduler.fuzz.tiers.adapter import KINDS, TierAdapter
+from radixkv.scheduler.fuzz.tiers.adapter import KINDS, TierAdapter, make_cost_factory
 from radixkv.scheduler.fuzz.tiers.snapshot import snapshot_of
-from radixkv.spec.adapters.tiers import Copy
+from radixkv.spec.adapters.tiers import Copy, TierEvents, TierSnapshot
+from radixkv.spec.harness.tiers.configuration import window_of
 from radixkv.spec.rules import tiers as rules
 from radixkv.spec.rules.rule import Violation
 
@@ -196,3 +201,219 @@ def test_a_match_that_counts_as_current_must_be_as_a_new_one(field: str, is_curr
         assert caught.value.rule is rules.T1
     else:
         assert snapshot_of(adapter).host == {}
+
+
+# What a manager holds after a history of calls
+
+MOVING = {**CONFIG, "host_blocks": 6, "write": "exclusive", "storage": 0}
+A, AB, TENANT = (b"", (1, 2)), (b"", (1, 2, 3, 4)), (b"a", (5, 6))
+
+
+class Watcher:
+    """Notes events, each with the free blocks of device and host when it is reported."""
+
+    def __init__(self, adapter: TierAdapter) -> None:
+        self.adapter = adapter
+        self.noted: list[tuple[Any, ...]] = []
+        adapter.report_to(cast(TierEvents, self))
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def note(*given: Any) -> None:
+            stats = self.adapter.manager.stats()
+            free = (stats.free_blocks, stats.tiers.host_free_blocks)
+            if given[-1] != []:
+                self.noted.append((name, *given, *free))
+
+        return note
+
+    def take(self) -> list[tuple[Any, ...]]:
+        noted, self.noted = self.noted, []
+        return noted
+
+
+def put(adapter: TierAdapter, name: str, tokens: list[int], namespace: bytes = b"") -> None:
+    adapter.admit(name, tokens, namespace)
+    adapter.publish(name, tokens)
+    adapter.release(name)
+
+
+def moved() -> tuple[TierAdapter, Watcher]:
+    """Return an adapter whose manager has two prefixes on the host, and one on the device."""
+    adapter = TierAdapter(kvcache, MOVING)
+    watcher = Watcher(adapter)
+    put(adapter, "r1", [1, 2, 3, 4])
+    put(adapter, "r2", [5, 6], b"a")
+    put(adapter, "r3", [7, 8])
+    watcher.take()
+    assert adapter.evict(3) == 3
+    return adapter, watcher
+
+
+def shown(adapter: TierAdapter, **counts: int) -> TierSnapshot:
+    """Return the snapshot, after a check of its counts against all that the manager counts."""
+    shot = adapter.tier_snapshot()
+    nothing = dict.fromkeys(vars(TierStats)["__dataclass_fields__"], 0)
+    assert shot.counts == {**nothing, "host_blocks": 6, "operations": 0, **counts}
+    return shot
+
+
+def test_the_host_tier_is_shown_as_it_is_in_each_state_of_a_copy() -> None:
+    adapter, _ = moved()
+    out = {A: 1, AB: 2, TENANT: 3}
+    so_far = {"demoted_blocks": 3}
+    assert shown(adapter, host_free_blocks=3, open_operations=1, operations=1, **so_far) == (
+        TierSnapshot([6, 5, 4], {}, out, set(), [], ANY)
+    )
+    [copy] = adapter.take()
+    assert copy == Copy(1, "out", (1, 2, 3), (1, 2, 3), ())
+    assert adapter.complete(1, [True, True, False], fenced=True)
+    so_far["dropped_blocks"] = 1
+    assert shown(adapter, host_free_blocks=4, host_cached_blocks=2, **so_far) == (
+        TierSnapshot([6, 5, 4, 3], {A: 1, AB: 2}, {}, set(), [2, 1], ANY)
+    )
+    assert (adapter.admit("r4", [1, 2, 3, 4, 9], b""), adapter.promoted("r4")) == (0, 0)
+    assert shown(adapter, host_free_blocks=6, open_operations=1, operations=1, **so_far) == (
+        TierSnapshot([6, 5, 4, 3, 1, 2], {}, {}, {A, AB}, [], ANY)
+    )
+    assert adapter.take() == [Copy(2, "in", (1, 2), (3, 2), ())]
+    assert adapter.complete(2, [True, True], fenced=True) and adapter.promoted("r4") == 2
+    assert shown(adapter, host_free_blocks=6, promoted_blocks=2, **so_far) == (
+        TierSnapshot([6, 5, 4, 3, 1, 2], {}, {}, set(), [], ANY)
+    )
+
+
+@pytest.mark.parametrize("write", ["back", "through"])
+def test_copies_are_shown_in_the_order_in_which_they_would_be_dropped(write: str) -> None:
+    """Those that the device has go first, from the head, if the host writes back."""
+    adapter = TierAdapter(kvcache, {**MOVING, "write": write, "num_blocks": 16})
+    for number in (1, 2):
+        put(adapter, f"r{number}", [number, 2, 3, 4])
+        for num_blocks in (0, 8):
+            adapter.evict(num_blocks)
+            for copy in adapter.take():
+                adapter.complete(copy.id, [True] * copy.num_blocks, fenced=True)
+    adapter.admit("r3", [1, 2, 3, 4, 9], b"")
+    [load] = adapter.take()
+    adapter.complete(load.id, [True] * 2, fenced=True)
+    adapter.release("r3")
+    host = adapter.tier_snapshot().host
+    one, other = ([host[b"", (number, 2)], host[b"", (number, 2, 3, 4)]] for number in (1, 2))
+    order = [*one, *other[::-1]] if write == "back" else [*other[::-1], *one[::-1]]
+    assert adapter.tier_snapshot().idle == order
+
+
+def test_each_event_of_the_host_and_of_leases_is_told_when_it_is_true() -> None:
+    adapter, watcher = moved()
+    assert watcher.take() == [
+        ("host_allocated", [1, 2, 3], 4, 3), ("evicted", [1, 2, 3], 4, 3),
+        ("freed", [1, 2, 3], 7, 3),
+    ]  # fmt: skip
+    adapter.take()
+    adapter.complete(1, [True, True, False], fenced=True)
+    assert watcher.take() == [("host_freed", [3], 7, 4)]
+    adapter.admit("r4", [1, 2, 3, 4, 9], b"")
+    adapter.admit("r5", [7, 8, 1, 1], b"")
+    assert watcher.take() == [
+        ("host_freed", [1, 2], 7, 6), ("allocated", "r4", [3, 2, 1], 4, 6),
+        ("allocated", "r5", [5], 3, 6),
+    ]  # fmt: skip
+    adapter.take()
+    assert adapter.park("r5", [7, 8, 1, 1], "host") and adapter.parked("r5") == (3, False, False)
+    assert watcher.take() == [("published", "r5", [5], 3, 6), ("host_allocated", [2, 1], 3, 4)]
+    assert adapter._loading == {2: "r4"}
+    adapter.release("r4")
+    assert watcher.take() == [] and adapter._loading == {2: "op 2"}
+    adapter.take()
+    assert adapter.complete(2, [True, True], fenced=True)
+    assert watcher.take() == [
+        ("published", "op 2", [3, 2], 3, 4), ("ends", "op 2", 3, 4), ("freed", [1], 4, 4),
+        ("ended", "op 2", 4, 4),
+    ]  # fmt: skip
+    assert list(adapter.parking) == ["r5"]
+    assert adapter.complete(3, [True, True], fenced=True) and not adapter.parking
+    assert watcher.take() == [("ends", "r5", 4, 4), ("ended", "r5", 4, 4)]
+    assert adapter.parked("r5") == (None, True, False)
+    parked = adapter.parked_requests["r5"]
+    assert adapter.admit("r5", [7, 8, 1, 1], b"") == 4 and not adapter.parked_requests
+    assert adapter._given_up == {"r5": parked} and adapter.park_misuse("r5")
+    stats = adapter.tiers.stats()
+    assert stats.parked == 0, "it is the parked request that was resumed"
+
+
+def test_a_reset_ends_all_leases_and_forgets_what_loads_by_itself() -> None:
+    adapter, watcher = moved()
+    adapter.take()
+    adapter.complete(1, [True] * 3, fenced=True)
+    adapter.admit("r4", [1, 2, 3, 4, 9], b"")
+    adapter.admit("r5", [5, 6, 9], b"a")
+    adapter.admit("r6", [7, 8, 1], b"")
+    adapter.admit("r7", [9], b"")
+    adapter.take()
+    parked, live = adapter.leases["r6"], adapter.leases["r7"]
+    assert adapter.park("r6", [7, 8], "host")
+    for name in ("r4", "r5"):
+        adapter.release(name)
+    watcher.take()
+    adapter.reset_but([b"a"])
+    told = [each for each in watcher.take() if each[0] in ("ends", "ended", "forgotten")]
+    assert told == [
+        ("ends", "r6", 0, 5), ("ended", "r6", 1, 5),
+        ("forgotten", "op 3", 1, 6), ("forgotten", "op 2", 1, 6),
+        ("ends", "r7", 1, 6), ("ended", "r7", 2, 6),
+    ]  # fmt: skip
+    assert not adapter.leases and not adapter.parking and not adapter._loading
+    assert adapter.ended[-2:] == [live, parked] and len(adapter.ended) == 3
+
+
+def test_a_reset_of_some_namespaces_begins_an_epoch() -> None:
+    adapter, recorder = recorded(reset=5)
+    for epoch in (4, 5, 3):
+        vars(recorder)["epoch"] = epoch
+        if epoch == 4:
+            adapter.reset_but([b"a"])
+            continue
+        with pytest.raises(AssertionError, match="a reset begins an epoch"):
+            adapter.reset_but([b"a"])
+    assert recorder.calls == [("reset", [b"a"])] * 3
+
+
+def test_a_fork_is_admitted_from_the_lease_of_another() -> None:
+    adapter = TierAdapter(kvcache, MOVING)
+    watcher = Watcher(adapter)
+    adapter.admit("r1", [1, 2, 3], b"")
+    adapter.publish("r1", [1, 2])
+    watcher.take()
+    adapter.publisher = ""
+    adapter.fork("r2", "r1", [1, 2, 3])
+    assert adapter.admit("r2", [1, 2, 3], b"") == 2 and adapter.publisher == "r1"
+    assert adapter._loading == {adapter.loading("r2"): "r2"} and not adapter._forks
+    [copy] = adapter.take()
+    assert copy.kind == "fork" and copy.sources == (adapter.block_table("r1")[1],)
+
+
+@pytest.mark.parametrize("block_size", [1, 2])
+@pytest.mark.parametrize("num_blocks", [8, 9])
+def test_what_is_told_of_storage_is_bounded_in_some_worlds(
+    num_blocks: int, block_size: int
+) -> None:
+    config = {**CONFIG, "num_blocks": num_blocks, "block_size": block_size}
+    adapter = TierAdapter(kvcache, config)
+    if num_blocks == 8:
+        assert adapter.most_told is None
+        return
+    assert adapter.most_told is not None
+    unbounded = kvcache.CacheManager(9, 2, record_events=True)._events
+    assert unbounded is not None
+    assert adapter.most_told() == (4 if block_size == 1 else unbounded.max_stored)
+
+
+def test_each_world_has_an_interval_of_reports_of_its_own() -> None:
+    for config in ({**CONFIG, "num_blocks": number} for number in (3, 4, 5, 8)):
+        TierAdapter(kvcache, config)
+        assert window_of(config) == storage_recency.REPORT_INTERVAL
+
+
+def test_costs_are_counted_with_tiers_if_the_host_has_a_block() -> None:
+    for host_blocks, kind in ((0, CacheAdapter), (1, TierAdapter)):
+        made = make_cost_factory()({**CONFIG, "host_blocks": host_blocks, "storage": 0})
+        assert type(made) is kind and made.manager.num_blocks == 8
