@@ -13,6 +13,7 @@ import pytest
 from radixkv import kvcache
 from radixkv.kvcache.errors import OperationResultError
 from radixkv.kvcache.stats import TierStats
+from radixkv.kvcache.tiers import storage_recency
 from radixkv.scheduler.fuzz.cache_adapter import CacheAdapter
 from radixkv.scheduler.fuzz.tiered_scheduler_adapter import TieredMixedAdapter
 from radixkv.scheduler.fuzz.tiers.adapter import KINDS, TierAdapter, make_cost_factory
