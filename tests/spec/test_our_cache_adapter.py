@@ -239,3 +239,121 @@ def test_batches_of_events_are_taken_once_and_replayed() -> None:
     assert adapter.kv_events() == [] and taken == list(range(6))  # type: ignore[misc]
     assert [each.seq for each in adapter.replay(4)] == [4, 5]  # type: ignore[misc]
     assert [each.seq for each in adapter.replay(2)] == [2, 3, 4, 5]  # type: ignore[misc]
+
+
+# What a manager holds after a history of calls
+
+
+class Watcher:
+    """Notes events, each with the free blocks when it is reported."""
+
+    def __init__(self, adapter: CacheAdapter) -> None:
+        self.adapter = adapter
+        self.noted: list[tuple[Any, ...]] = []
+        adapter.report_to(self)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        def note(*given: Any) -> None:
+            if given[-1] != []:
+                self.noted.append((name, *given, self.adapter.manager.stats().free_blocks))
+
+        return note
+
+    def take(self) -> list[tuple[Any, ...]]:
+        noted, self.noted = self.noted, []
+        return noted
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_the_events_and_the_state_of_a_manager_are_shown_whole(in_step: bool) -> None:
+    adapter = CacheAdapter(kvcache, 8, 2)
+    manager, watcher = adapter.manager, Watcher(adapter)
+    adapter.admit("r1", [1, 2, 3, 4], b"")
+    adapter.admit("r5", [1, 2, 3, 4], b"")
+    adapter.publish("r1", [1, 2, 3, 4])
+    assert adapter.admit("r2", [1, 2, 3, 4, 5], b"") == 4
+    assert adapter.append("r2", [6, 7])
+    assert watcher.take() == [
+        ("allocated", "r1", [1, 2], 6), ("allocated", "r5", [3, 4], 4),
+        ("published", "r1", [1, 2], 4), ("allocated", "r2", [5], 3), ("allocated", "r2", [6], 2),
+    ]  # fmt: skip
+    if in_step:
+        adapter.begin_step()
+    adapter.publish("r2", [1, 2, 3, 4, 5, 6, 7])
+    for name in ("r3", "r4"):
+        adapter.admit(name, [9], b"a")
+    assert adapter.append_batch(["r3", "r4"])
+    for name in ("r3", "r4"):
+        adapter.publish(name, [9, 8])
+    told = [("published", "r2", [5], 2), ("allocated", "r3", [7], 1), ("allocated", "r4", [8], 0),
+            ("published", "r3", [7], 0)]  # fmt: skip
+    assert watcher.take() == [*told, ("replaced", "r4", [8], 0) if in_step else ("freed", [8], 1)]
+    if in_step:
+        adapter.end_step()
+    for name, tokens, namespace in (("r6", [1, 2, 3], b""), ("r7", [9, 8, 1], b"a")):
+        adapter.match(name, tokens, namespace)
+    shot, tables = adapter.snapshot(), manager.tables
+    shared, users = {(b"", (1, 2)): 1, (b"", (1, 2, 3, 4)): 2}, {(b"", (1, 2)): 2}
+    longest, tenant = (b"", (1, 2, 3, 4, 5, 6)), (b"a", (9, 8))
+    assert shot.cached == {**shared, longest: 5, tenant: 7}
+    assert shot.users == {**users, (b"", (1, 2, 3, 4)): 2, longest: 1, tenant: 2}
+    assert shot.free == manager._pool.free_ids().tolist() and shot.idle == []
+    assert shot.rows.keys() == adapter.leases.keys()
+    for name, row in shot.rows.items():
+        held = adapter.block_table(name)
+        start = tables._starts[adapter.leases[name].row]
+        room = tables._rooms[adapter.leases[name].row]
+        assert row == tables._ids[start : start + room].tolist() and row[: len(held)] == held
+        assert len(row) > len(held) and not any(row[len(held) :])
+    given = {"r1": [1, 2, 3, 4], "r5": [1, 2, 3, 4], "r2": [1, 2, 3, 4, 5, 6, 7]}
+    assert shot.next_blocks == {
+        name: manager.next_block(adapter.leases[name], tokens) for name, tokens in given.items()
+    }
+    assert shot.waiting_blocks.keys() == shot.available_after.keys() == {"r6", "r7"}
+    for name, tokens, namespace in (("r6", [1, 2, 3], b""), ("r7", [9, 8, 1], b"a")):
+        match = manager.match(tokens, namespace)
+        assert shot.waiting_blocks[name] == match.next_block
+        assert shot.available_after[name] == manager.available_after(match)
+    stats = vars(manager.stats()).copy()
+    assert stats.pop("tiers") is None and shot.counts == stats and stats["live_leases"] == 5
+    for name in ("r1", "r2"):
+        adapter.release(name)
+    assert adapter.snapshot().idle == [5, 2, 1] and "r2" not in adapter.snapshot().next_blocks
+    watcher.take()
+    assert adapter.evict(2) == 2
+    evicted, freed = watcher.take()
+    assert evicted[:2] == ("evicted", [5, 2]) and freed[:2] == ("freed", [5, 2])
+    assert freed[2] == evicted[2] + 2
+    adapter.reset()
+    adapter.admit("r8", [1], b"")
+    adapter.release("r8")
+    assert watcher.take() == [("allocated", "r8", [1], 7), ("freed", [1], 8)]
+
+
+def test_what_is_the_next_block_of_requests_with_equal_tokens() -> None:
+    adapter = CacheAdapter(kvcache, 8, 2)
+    for name in ("r1", "r2"):
+        adapter.admit(name, [7], b"")
+        assert adapter.append(name, [8, 9])
+    keys = adapter.snapshot().next_blocks
+    direct = {name: adapter.manager.next_block(adapter.leases[name], [7, 8, 9]) for name in keys}
+    assert keys == direct and keys["r1"] is not None
+
+
+def test_tokens_of_an_admission_are_overwritten_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    adapter = CacheAdapter(kvcache, 8, 2)
+    kept: list[Any] = []
+    match = adapter.manager.match
+
+    def keep(lent: Any, namespace: bytes) -> Any:
+        kept.append(lent)
+        return match(lent, namespace)
+
+    monkeypatch.setattr(adapter.manager, "match", keep)
+    tokens = [1, 2, 3, 4, 5]
+    adapter.match("r1", tokens, b"")
+    adapter.admit("r1", tokens, b"")
+    adapter.admit("r2", tokens, b"")
+    assert [each.tolist() for each in kept] == [[-7] * 5] * 2 and tokens == [1, 2, 3, 4, 5]
