@@ -19,6 +19,7 @@ from radixkv.scheduler.fuzz import cache_adapter
 from radixkv.scheduler.fuzz import misuse as misuse_module
 from radixkv.scheduler.fuzz.misuse import Call, make
 from radixkv.scheduler.fuzz.tiers import adapter as tier_adapter
+from radixkv.scheduler.fuzz.tiers.misuse import wrong_calls
 from radixkv.spec.rules import cache as rules
 from radixkv.spec.rules.rule import Violation
 
@@ -212,3 +213,56 @@ def test_a_block_table_that_can_be_written_is_found() -> None:
     with pytest.raises(Violation, match="a block table can be written") as caught:
         adapter.misuse(0, "")
     assert caught.value.rule is rules.R5
+
+
+def test_each_of_the_ended_leases_is_checked() -> None:
+    adapter = new_cache(8)
+    nothing = SimpleNamespace(epoch=adapter.manager.epoch, num_blocks=0, num_tokens=0, loading=None)
+    held = SimpleNamespace(epoch=adapter.manager.epoch, num_blocks=1, num_tokens=0, loading=None)
+    for ended in ([held, nothing, nothing], [nothing, held, nothing], [nothing, nothing, held]):
+        adapter.ended = ended
+        with pytest.raises(Violation, match="a released lease has"):
+            adapter.misuse(0, "")
+
+
+def test_an_error_of_another_kind_is_none_of_a_wrong_call() -> None:
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        make(ADAPTER, (rules.R3, "ValueError: no", fail))
+
+
+def test_steps_and_rows_that_were_in_use_make_no_call_legal() -> None:
+    """The first wrong calls come when steps have ended, and rows between live ones are free."""
+    for released in ("r1", "r2", "r3"):
+        adapter = new_cache(8)
+        for name in ("r1", "r2", "r3"):
+            adapter.admit(name, [1], b"")
+        for _ in range(2):
+            adapter.begin_step()
+            adapter.end_step()
+        adapter.release(released)
+        misuse_all(adapter)
+        adapter.check()
+    texts = [text for _, text, _ in misuse_module._independent_calls(adapter)]
+    assert "StepError: a step ends, and all 2 that began have ended" in texts
+    adapter.begin_step()
+    texts = [text for _, text, _ in misuse_module._independent_calls(adapter)]
+    assert not any(text.startswith("StepError") for text in texts)
+
+
+def test_wrong_calls_are_made_with_each_lease_and_each_parked_request() -> None:
+    adapter = new_tiers()
+    for number in range(4):
+        name = f"r{number}"
+        adapter.admit(name, [number, number], b"")
+        adapter.publish(name, [number, number])
+    nobody = len(list(wrong_calls(new_tiers())))
+    with_leases = len(list(wrong_calls(adapter)))
+    assert (with_leases - nobody) % 4 == 0 and with_leases > nobody
+    for name in ("r0", "r1"):
+        assert adapter.park(name, [int(name[1])] * 2, "host")
+    complete_all(adapter)
+    of_two = (with_leases - nobody) // 2
+    assert len(list(wrong_calls(adapter))) == nobody + of_two + 2
