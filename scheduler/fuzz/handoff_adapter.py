@@ -245,8 +245,7 @@ class _Node(ABC):
         storage = None if self.manager.tiers is None else self.manager.tiers.storage
         if storage is None:
             return []
-        size = len(tokens) - len(tokens) % storage.block_size
-        keys = storage.block_keys(np.array(tokens[:size], np.int32), NAMESPACES[namespace])
+        keys = storage.block_keys(np.array(tokens, np.int32), NAMESPACES[namespace])
         return [key.hex() for key in keys]
 
     def drain(self) -> None:

@@ -72,8 +72,7 @@ class TieredMixedAdapter(MixedAdapter):
         storage = self.tiers.storage
         if storage is None:
             return []
-        whole = np.array(tokens[: len(tokens) - len(tokens) % storage.block_size], np.int32)
-        return list(storage.block_keys(whole, namespace))
+        return list(storage.block_keys(np.array(tokens, np.int32), namespace))
 
     def num_cached(self, name: str) -> int:
         """Return the number of blocks of a match, on the device and the host."""

@@ -298,6 +298,10 @@ def test_each_run_has_a_seed_of_its_own_that_follows_from_that_of_the_campaign(
     assert [num_steps for _, num_steps in given] == [50, 51, 52] * 3
     assert given[:3] == given[3:6] and len({seed for seed, _ in given}) == 6
     assert all(0 <= seed < 1 << 31 for seed, _ in given)
+    given.clear()
+    for seed, number in ((1, 11), (11, 1)):
+        run_part(CampaignConfig(engine=engine, seed=seed), number, 50)
+    assert given[0] != given[1], "the digits of both numbers do not run together"
 
 
 def runs(patch: pytest.MonkeyPatch, made: Callable[[int, int], Run]) -> list[tuple[int, int]]:

@@ -178,13 +178,13 @@ def test_a_gateway_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         SimpleNamespace(request_id=name, status=status, output_tokens=[4, 5], **hits)
         for name, status in (("r1", RequestStatus.FINISHED), ("r2", RequestStatus.ABORTED))
     ]
-    recorder.answers.update(take_ended=ended, take_advanced=ended[1:])
+    recorder.answers.update(take_ended=ended, take_advanced=ended[::-1])
     vars(recorder).update(
         failures={"r2": "why"}, nodes={"d1": SimpleNamespace(epoch=6)}, num_open=3, num_unacked=4,
         loads={"d1": 5},
     )  # fmt: skip
     assert adapter.take_answers() == [("r1", (4, 5), "", 3_210), ("r2", None, "why", 3_210)]
-    assert adapter.take_told() == [("r2", (4, 5))]
+    assert adapter.take_told() == [("r2", (4, 5)), ("r1", (4, 5))]
     assert (adapter.epoch_of("d1"), adapter.epoch_of("d2")) == (6, None)
     assert adapter.state_of("d1") == (recorder.nodes["d1"], 3, 4)  # type: ignore[index]
     assert (adapter.num_open(), adapter.num_unacked(), adapter.loads()) == (3, 4, {"d1": 5})
@@ -333,11 +333,11 @@ def test_actions_of_a_decode_node_are_shown_or_reported(monkeypatch: pytest.Monk
     shown: list[Any] = list(node.take_actions())
     sent, *others = shown
     assert (sent.to, sent.message.body) == ("p1", ack)
-    assert others == [
+    assert list(map(repr, others)) == list(map(repr, [
         spec.Pull("p1", part_of(part_id), (3, 4), 1, 7), spec.CancelPull(part_of(part_id)),
         spec.Started("r1.3.2", [5, 6], 9, 4), spec.Started("r1.3.2", [], 8, 0),
         spec.Ended("r1.3.2"), spec.Ended("r1.3.2"),
-    ]  # fmt: skip
+    ]))  # fmt: skip
     assert reporter.calls[:-2] == [("report", each, 20) for each in done]
 
 
@@ -449,7 +449,8 @@ def test_an_attempt_is_withdrawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     node = handoff_adapter.PrefillNode(CONFIG, 1, 20)
     begun = RUN.request()
     node._begin(begun, "d1", 2)
-    assert node.take_actions() == [spec.Begun("r1.3.2"), spec.Withdraw("r1.3.2")]
+    shown = list(map(repr, node.take_actions()))  # equal tuples may be of other kinds
+    assert shown == list(map(repr, [spec.Begun("r1.3.2"), spec.Withdraw("r1.3.2")]))
     node.fenced("r1.3.2")
     assert made.recorder.calls[-1] == ("fenced", KEY) and not node._withdrawn
 
