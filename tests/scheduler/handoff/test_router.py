@@ -245,7 +245,7 @@ def test_load_is_the_sum_of_attempts_in_progress(steps):
 
 @given(
     broken=st.sets(st.tuples(st.sampled_from(["p0", "p1", "p2"]), st.sampled_from(["d0", "d1"]))),
-    avoid=st.sets(st.sampled_from(["d0", "d1"])),
+    avoid=st.sets(st.sampled_from(["p0", "p1", "p2", "d0", "d1"])),
     loads=st.lists(st.integers(1, 8), max_size=6),
 )
 def test_a_broken_pair_is_the_last_choice(broken, avoid, loads):
@@ -260,8 +260,8 @@ def test_a_broken_pair_is_the_last_choice(broken, avoid, loads):
     if whole:
         assert route in whole
 
-        def cost(pair: Route) -> tuple[bool, int]:
-            return pair.decode in avoid, before[pair.prefill] + before[pair.decode]
+        def cost(pair: Route) -> tuple[int, int]:
+            return len(avoid & {*pair}), before[pair.prefill] + before[pair.decode]
 
         assert cost(route) == min(map(cost, whole))
     after = router.loads()
@@ -379,3 +379,45 @@ def test_what_comes_to_a_node_is_counted_in_its_own_blocks():
             for name, size in (("p0", first), ("d0", second)):
                 num_lacking = 0 if number == 1 else 12 // size.block_size
                 assert after[name] - before[name] == num_lacking
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["route", "computed", "finished", "update"]),
+            st.integers(0, 5),
+            st.integers(0, 9),
+        ),
+        max_size=30,
+    )
+)
+def test_nothing_is_left_of_attempts_that_have_ended(steps):
+    """Of none of their blocks, whether or not a node has told what it has."""
+    router, keys = make(), [AttemptKey(str(number), 1) for number in range(6)]
+    nodes, reporters = (*router._prefill.values(), *router._decode.values()), {}
+    num_sent, under_way = [0] * len(nodes), set()
+    for what, number, length in steps:
+        key = keys[number]
+        if what == "route" and key not in under_way:
+            before = [node.load for node in nodes]
+            router.route(key, range(length))
+            loads = [node.load for node in nodes]
+            num_sent = [sent + b - a for sent, a, b in zip(num_sent, before, loads, strict=True)]
+            under_way.add(key)
+        elif what == "computed":
+            router.computed(key)
+        elif what == "finished":
+            router.finished(key, range(length) if key in under_way else ())
+            under_way.discard(key)
+        elif what == "update":
+            name = ("p0", "p1", "d0", "d1")[number % 4]
+            for update in reporters.setdefault(name, CacheReporter()).take_messages():
+                assert router.update_cache(name, update)
+        assert [node.sent for node in nodes] == num_sent
+    for key in keys:
+        router.finished(key)
+    for node in nodes:
+        assert (node.lacks, node.coming, node.num_coming, node.load) == ({}, {}, {}, 0)
+        # What a node has told replaces what is predicted of it.
+        assert node.index is None or node.shadow.available == node.shadow.num_blocks
+        assert node.index is None or node.shadow.stats().cached_blocks == 0
