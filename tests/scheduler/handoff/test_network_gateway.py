@@ -7,15 +7,26 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.gateway import remote_node
-from radixkv.scheduler.gateway.network_gateway import Connect, NetworkGateway, SendToNode
+from radixkv.scheduler.gateway.network_gateway import (
+    Connect,
+    Disconnect,
+    NetworkGateway,
+    SendToNode,
+)
 from radixkv.scheduler.handoff import Hits
 from radixkv.scheduler.handoff.gateway_messages import (
     CacheAsk,
     CacheUpdate,
+    CancelAttempt,
+    DeliveryAck,
     Finished,
+    FollowAttempt,
+    NewTokens,
     NodeStatus,
     Preempted,
     PrefillFailed,
@@ -310,3 +321,177 @@ def test_what_a_refused_node_does_not_hear_is_forgotten() -> None:
     gateway.add_request(Request("a", [1, 2, 3], 2), 40.0)
     run(gateway, 40.0)
     assert gateway.num_attempts("p0") == 1
+
+
+EVENTS = st.one_of(
+    st.tuples(
+        st.just("joins"),
+        st.sampled_from(["p0", "p1", "d0", "d1"]),
+        st.sampled_from([(1, "jax"), (1, "jax"), (2, "jax"), (1, "nixl")]),
+    ),
+    st.tuples(
+        st.sampled_from(["passes", "asks", "aborts", "fails"]), st.just(""), st.just((0, ""))
+    ),
+)
+
+
+@settings(max_examples=150)
+@given(st.lists(EVENTS, max_size=30))
+def test_only_a_connected_node_is_sent_anything(
+    events: list[tuple[str, str, tuple[int, str]]],
+) -> None:
+    """A node is connected while it serves, and what it never acknowledged is not kept after it."""
+    gateway, now, connected, names = make(), 0.0, dict[NodeId, str](), list[str]()
+    last: tuple[NodeId, RunPrefill] | None = None
+    for number, (what, peer, (epoch, transport)) in enumerate(events):
+        match what:
+            case "joins":
+                join(gateway, peer, now, epoch=epoch, transport=transport)
+            case "passes":
+                now += 2.0
+            case "asks":
+                names.append(str(number))
+                gateway.add_request(Request(names[-1], [1, 2, 3], 2), now)
+            case "aborts" if names:
+                gateway.abort(names.pop())
+            case _ if last is not None:
+                gateway.unsent(*last)
+        gateway.tick(now)
+        for action in gateway.take_actions():
+            match action:
+                case Connect(peer, address):
+                    assert peer not in connected
+                    connected[peer] = address
+                case Disconnect(peer):
+                    del connected[peer]
+                case SendToNode(peer, message):
+                    assert peer in connected
+                    if isinstance(message, RunPrefill):
+                        last = peer, message
+        serving = {name for name, node in gateway.nodes.items() if not node.refusal}
+        assert connected.keys() == serving
+        assert not gateway.gone.keys() & serving
+        assert {peer for peer, _ in gateway._unacked._waiting} <= serving
+        keys = {key for _, key in gateway._unacked._waiting}
+        assert all(gateway._gateway.num_heard(key) is not None for key in keys)
+
+
+def test_a_request_is_sent_five_times_unless_its_node_says_anything_of_it() -> None:
+    for says in ("nothing", "ack", "failed", "started"):
+        gateway, sent = make("p0", "d0", lost_s=1e9), []
+        gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+        for turn in range(10):
+            now = turn / 2
+            for name in ("p0", "d0"):
+                join(gateway, name, now)
+            gateway.tick(now)
+            for action in gateway.take_actions():
+                if isinstance(action, SendToNode) and isinstance(action.message, RunPrefill):
+                    sent.append((now, action.message.key.attempt))
+                    key = action.message.key
+            if turn == 3:
+                report: Any = {
+                    "ack": ("p0", DeliveryAck(key, "RunPrefill")),
+                    "failed": ("p0", PrefillFailed(key, "no")),
+                    "started": ("d0", Started(key)),
+                }.get(says)
+                if report is not None:
+                    gateway.receive(report[0], 1, report[1], now)
+                    assert gateway.num_unacked == 0
+        first = [(0.0, 1), (1.0, 1)]
+        expected = {
+            "nothing": [(float(now), 1) for now in range(5)],
+            "failed": [*first, (2.0, 2), (3.0, 2), (4.0, 2)],
+        }
+        assert sent == expected.get(says, first)
+        for name in ("p0", "d0"):
+            join(gateway, name, 5.0)
+        assert gateway.num_attempts_lost == 0
+        gateway.tick(5.0)
+        assert gateway.num_attempts_lost == (says == "nothing")
+
+
+def test_a_node_that_takes_no_more_messages_is_not_sent_its_request_again() -> None:
+    gateway = make("p0", "d0")
+    gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    sent = run(gateway, 0.0)
+    assert gateway.num_unacked == 1
+    gateway.unsent("d0", CancelAttempt(sent.key, "cancelled"))  # which is only told
+    assert gateway.num_unacked == 1
+    gateway.unsent("p0", sent)
+    assert (gateway.num_unacked, gateway.num_attempts("p0")) == (0, 0)
+
+
+def test_nodes_that_are_gone_are_listed_in_the_order_in_which_they_went_last() -> None:
+    gateway = make("d0", "d1")
+    gateway.tick(SILENCE_S)
+    assert list(gateway.gone) == ["d0", "d1"]
+    join(gateway, "d0", 6.0)
+    assert list(gateway.gone) == ["d1"]
+    gateway.tick(6.0 + SILENCE_S)
+    assert list(gateway.gone) == ["d1", "d0"]
+    join(gateway, "d1", 20.0)
+    join(gateway, "d1", 21.0, epoch=2)  # it has gone, and is back
+    assert list(gateway.gone) == ["d0"] and gateway.num_nodes_lost == 4
+
+
+def asks(gateway: NetworkGateway) -> list[SendToNode]:
+    return [
+        each
+        for each in gateway.take_actions()
+        if isinstance(each, SendToNode) and isinstance(each.message, CacheAsk)
+    ]
+
+
+def test_missing_updates_are_asked_for_once_in_each_status() -> None:
+    gateway = make("p0")
+    missed = CacheUpdate(2, False, b"", b"", b"", b"")
+    for _ in range(2):
+        for _ in range(3):
+            gateway.receive("p0", 1, missed, 0.0)
+        assert asks(gateway) == [SendToNode("p0", CacheAsk(0))]
+        join(gateway, "p0", 1.0, num_updates=0)  # none was missing when it was sent
+        assert asks(gateway) == []
+    join(gateway, "p0", 1.0, num_updates=3)
+    gateway.receive("p0", 1, missed, 0.0)
+    assert asks(gateway) == [SendToNode("p0", CacheAsk(0))]
+    for number in range(3):
+        gateway.receive("p0", 1, CacheUpdate(number, not number, b"", b"", b"", b""), 1.0)
+    join(gateway, "p0", 2.0, num_updates=3)
+    assert asks(gateway) == []
+    gateway.receive("p0", 1, replace(missed, number=4), 2.0)
+    assert asks(gateway) == [SendToNode("p0", CacheAsk(3))]
+    join(gateway, "p0", 3.0, epoch=2)
+    gateway.receive("p0", 2, missed, 3.0)  # of the new epoch, nothing was asked yet
+    assert asks(gateway) == [SendToNode("p0", CacheAsk(0))]
+
+
+def test_tokens_are_asked_for_again_only_by_the_status_of_their_node() -> None:
+    gateway = make("p0", "d0", "d1", stream=True)
+    gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    key = run(gateway, 0.0).key
+    gateway.receive("d1", 1, Progress((NewTokens(key, 0, (7,)),)), 0.0)
+    assert gateway.take_actions() == [] and gateway.take_advanced() == [], "it was not asked"
+    gateway.receive("d0", 1, Started(key), 0.0)
+    question = SendToNode("d0", FollowAttempt(key, 0))
+    assert gateway.take_actions()[-1] == question
+    for name in ("p0", "d1", "d0"):
+        join(gateway, name, 1.0)
+        assert gateway.take_actions() == [question] * (name == "d0")
+    gateway.receive("d0", 1, Progress((NewTokens(key, 0, (7,)),)), 1.0)
+    join(gateway, "d0", 2.0)
+    assert gateway.take_actions() == []
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_gateway_follows_as_many_blocks_as_it_may(
+    monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    """Those of nodes that it refuses do not count, nor are others compared with such nodes."""
+    monkeypatch.setattr(remote_node, "_MAX_BLOCKS", 200)
+    gateway = make("p0")
+    join(gateway, "p1", 0.0, num_blocks=150, model="another")
+    join(gateway, "p2", 0.0, block_size=129)  # hands nothing over to p0
+    assert refused(gateway).keys() == {"p1"}
+    join(gateway, "p3", 0.0, num_blocks=200 - 2 * 64 + more)
+    assert ("p3" in refused(gateway)) is bool(more)

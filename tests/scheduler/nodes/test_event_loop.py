@@ -1,18 +1,29 @@
-"""How long the loop of a node waits for messages, and when they arrive."""
+"""The loop of a node: how long it waits, when messages arrive, and whom it tells what."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from radixkv.kvcache import CacheManager, HostConfig
 from radixkv.scheduler import DecodeScheduler, PrefillScheduler, Request
-from radixkv.scheduler.handoff import Ask, AttemptKey, Header
+from radixkv.scheduler.gateway.cache_index import CacheReporter
+from radixkv.scheduler.handoff import Ack, Ask, AttemptKey, Header, Timing
+from radixkv.scheduler.handoff.gateway_messages import (
+    GATEWAY,
+    DeliveryAck,
+    NodeStatus,
+    RunPrefill,
+)
 from radixkv.scheduler.handoff.messages import Renew
+from radixkv.scheduler.nodes import event_loop
 from radixkv.scheduler.nodes.channel import Packet
+from radixkv.scheduler.nodes.event_loop import NodeEventLoop
+from radixkv.scheduler.nodes.node import PeerMessage
 
-from .fake_channel import SILENCE_S, TIMING, Deployment
+from .fake_channel import SILENCE_S, TIMING, Deployment, FakeChannel, Prefill
 
 
 def test_nodes_tell_what_they_take() -> None:
@@ -78,3 +89,153 @@ def test_a_heartbeat_that_arrives_during_a_long_step_is_no_older_than_its_end(na
     world.now += SILENCE_S
     world.loops[name].run_once()
     assert scheduler.num_open == 0
+
+
+class Alone:
+    """The loop of one node, with ends of its peers that the test reads and writes."""
+
+    def __init__(self, *peers: str, timing: Timing = TIMING, cache: bool = True) -> None:
+        self.now, self.engine = 0.0, Prefill()
+        self.ends: dict[str, FakeChannel] = {}
+        for peer in (GATEWAY, *peers, "p0"):
+            FakeChannel(self.ends, peer, lambda *_: False)
+        self.channel = self.ends["p0"]
+        self.loop = NodeEventLoop(
+            self.engine,
+            self.channel,
+            gateway=self.ends[GATEWAY].address,
+            transport="jax",
+            timing=timing,
+            cache=CacheReporter() if cache else None,
+            clock=lambda: self.now,
+        )
+
+    def say(self, peer: str, message: Any, pull_info: Any = None) -> None:
+        self.channel._arrived.append(Packet(peer, "p0", 1, 0, message, pull_info))
+
+    def join(self, peer: str) -> None:
+        self.say(peer, NodeStatus("decode", self.ends[peer].address, "jax", 4, 8, "m"))
+
+    def pass_time(self, now: float) -> dict[str, list[Any]]:
+        """Run once at a time; return what each peer has got."""
+        self.now = now
+        self.loop.run_once()
+        return {
+            peer: [packet.message for packet in end.receive()]
+            for peer, end in self.ends.items()
+            if peer != "p0"
+        }
+
+
+def statuses(messages: list[Any]) -> list[NodeStatus]:
+    return [each for each in messages if isinstance(each, NodeStatus)]
+
+
+def test_after_a_long_step_a_status_is_sent_once() -> None:
+    node = Alone()
+    times = [0.0, 0.5, 1.0, 11.5, 11.5, 12.0, 12.499, 12.5]
+    found = [len(statuses(node.pass_time(now)[GATEWAY])) for now in times]
+    assert found == [1, 0, 1, 1, 0, 0, 0, 1]
+
+
+def test_only_the_gateway_is_told_more_than_how_to_reach_a_node() -> None:
+    node = Alone("d0", "d1")
+    for peer in ("d0", "d1"):
+        node.join(peer)
+    node.pass_time(0.0)
+    node.join("d1")
+    said = node.pass_time(SILENCE_S)
+    [to_gateway], [to_d1] = statuses(said[GATEWAY]), statuses(said["d1"])
+    assert (to_gateway.unheard, to_gateway.num_updates) == (("d0",), 1)
+    assert to_gateway.load == node.engine.load() != to_d1.load
+    assert to_d1 == replace(to_gateway, unheard=(), num_updates=0, load=to_d1.load)
+    alone = Alone(cache=False)
+    assert [each.num_updates for each in statuses(alone.pass_time(0.0)[GATEWAY])] == [0]
+
+
+@pytest.mark.parametrize("remember_s", [6.0, 60.0])
+def test_a_peer_is_unheard_from_one_time_on_and_forgotten_from_another(remember_s: float) -> None:
+    """However soon attempts are forgotten, it has had the time to be named as unheard."""
+    timing = replace(TIMING, remember_s=remember_s)
+    forgotten_s = max(remember_s, 2 * SILENCE_S)
+    for silent_s in (SILENCE_S - 0.5, SILENCE_S, forgotten_s - 0.5, forgotten_s):
+        node = Alone("d0", timing=timing)
+        node.join("d0")
+        node.pass_time(0.0)
+        said = node.pass_time(silent_s)
+        is_known = silent_s < forgotten_s
+        is_unheard = is_known and silent_s >= SILENCE_S
+        [status] = statuses(said[GATEWAY])
+        assert status.unheard == ("d0",) * is_unheard
+        assert len(statuses(said["d0"])) == is_known
+        assert node.channel.connected == [GATEWAY, *["d0"] * is_known]
+
+
+def test_a_status_names_as_many_unheard_nodes_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "MAX_UNHEARD", 2)
+    node = Alone("d0", "d1", "d2")
+    for number, peer in enumerate(("d2", "d0", "d1")):
+        node.join(peer)
+        node.pass_time(0.1 * number)
+    [status] = statuses(node.pass_time(2 * SILENCE_S)[GATEWAY])
+    assert status.unheard == ("d2", "d0"), "those that were silent the longest"
+
+
+def run_of(node: Alone, name: str, peer: str) -> RunPrefill:
+    request = Request(name, [1, 2, 3], 1)
+    return RunPrefill.of(AttemptKey(name, 1), 1, request, peer, node.ends[peer].address)
+
+
+def test_a_message_to_a_node_that_is_not_known_is_not_sent() -> None:
+    node = Alone("d0", "d1")
+    node.join("d0")
+    node.pass_time(0.0)
+    ack = Ack(Header(AttemptKey("a", 1), 1))
+    node.engine._outbox += [PeerMessage("d1", ack), PeerMessage("d0", ack)]
+    said = node.pass_time(0.5)
+    assert (said["d0"], said["d1"]) == ([ack], [])
+
+
+def test_a_node_is_met_with_the_first_message_of_an_attempt_if_there_is_room() -> None:
+    node = Alone("d0", "d1")
+    node.channel.max_peers = 2
+    for name, peer in (("a", "d0"), ("b", "d1")):
+        node.say(GATEWAY, run_of(node, name, peer))
+    said = node.pass_time(0.0)
+    assert [type(each) for each in said["d0"]] == [NodeStatus, NodeStatus, Ask]
+    assert said["d1"] == [] and node.channel.connected == [GATEWAY, "d0"]
+    assert node.engine.begun.total() == 2
+    node.pass_time(SILENCE_S)  # without room it is forgotten
+    assert node.channel.connected == [GATEWAY]
+    node.say(GATEWAY, run_of(node, "a", "d0"))  # once more
+    node.pass_time(SILENCE_S + 1)
+    assert node.channel.connected == [GATEWAY] and node.engine.begun.total() == 2
+
+
+def test_what_arrives_is_passed_on_and_something_to_do() -> None:
+    node, received = Alone("d0"), list[PeerMessage]()
+    node.engine.receive = received.append  # type: ignore[method-assign]
+    assert not node.loop.run_once()
+    ack = Ack(Header(AttemptKey("a", 1), 1))
+    info: Any = object()
+    node.say("d0", ack, info)
+    assert node.loop.run_once()
+    assert received == [PeerMessage("d0", ack, info)]
+    assert not node.loop.run_once()
+
+
+def test_the_gateway_is_answered_before_a_step() -> None:
+    node = Alone("d0")
+    node.pass_time(0.0)
+    heard: list[Any] = []
+    poll = node.engine.poll
+
+    def note(now: float) -> bool:
+        heard.extend(packet.message for packet in node.ends[GATEWAY].receive())
+        return poll(now)
+
+    node.engine.poll = note  # type: ignore[method-assign]
+    run = run_of(node, "a", "d0")
+    node.say(GATEWAY, run)
+    node.pass_time(0.5)
+    assert heard == [DeliveryAck.of(run)]

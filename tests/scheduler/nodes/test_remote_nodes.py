@@ -215,11 +215,17 @@ def test_the_error_for_missing_nodes_names_dropped_messages() -> None:
     world.turn(2)
     assert (world.nodes.drop_summary, world.nodes.has_refused_secrets) == ("", False)
     for refused, strangers in (
+        (RefusedConnection.TOO_MANY, False),
         (RefusedConnection.BROKEN, False),
+        (RefusedConnection.NO_SECRET, True),
+        (RefusedConnection.UNWANTED_SECRET, True),
         (RefusedConnection.OTHER_SECRET, True),
     ):
         world.ends[GATEWAY].done.refused[refused] += 1
         assert world.nodes.has_refused_secrets is strangers
+        if refused is not RefusedConnection.BROKEN:
+            del world.ends[GATEWAY].done.refused[refused]
+    world.ends[GATEWAY].done.refused[RefusedConnection.OTHER_SECRET] += 1
     world.ends[GATEWAY].done.refused[RefusedConnection.OTHER_SECRET] += 1
     world.ends[GATEWAY].done.dropped[DroppedFrame.NOT_A_FRAME] += 3
     silent.add("prefill-0")
