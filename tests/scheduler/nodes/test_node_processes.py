@@ -1,4 +1,4 @@
-"""What a node process that has ended said last."""
+"""How node processes are started and ended, and what those that have ended said last."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from radixkv.scheduler.errors import NodeProcessError
+from radixkv.scheduler.nodes import processes as processes_module
+from radixkv.scheduler.nodes.channel import Secret
 from radixkv.scheduler.nodes.processes import NodeProcesses
 
 LINES = "\n".join(f"line {number}" for number in range(20))
@@ -93,3 +95,93 @@ signal.pause()
         processes.start("p", "prefill-node", [])
         os.waitid(os.P_PID, processes.pid("p"), os.WSTOPPED | os.WNOWAIT)
         assert processes.end("p") == {"ended": 1}
+
+
+def wait_for_end(processes: NodeProcesses, name: str) -> None:
+    os.waitid(os.P_PID, processes.pid(name), os.WEXITED | os.WNOWAIT)
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_node_gets_the_secret_and_its_own_variables_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that it is given replace those of this process; the secret is in no argument."""
+    started: list[tuple[list[str], dict[str, str]]] = []
+    popen = subprocess.Popen
+
+    def start(line: list[str], *, env: dict[str, str], **options: Any) -> Any:
+        started.append((line, env))
+        return popen([sys.executable, "-S", "-c", "pass"], env=env, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setenv("OURS", "ours")
+    monkeypatch.setenv("THEIRS", "ours")
+    before = num_files()
+    with NodeProcesses() as processes:
+        processes.start("p", "prefill-node", ["--blocks", 3], {"THEIRS": "theirs"})
+        for _ in range(2):
+            wait_for_end(processes, "p")
+            processes.restart("p")
+        assert num_files() == before + 2, "what earlier ones have printed is closed"
+    assert num_files() == before
+    assert len(started) == 3 and started[1:] == started[:-1]
+    [(line, environment), *_] = started
+    parent = ["--parent-pid", str(os.getpid())]
+    assert line[3:] == ["prefill-node", "--name", "p", *parent, "--blocks", "3"]
+    assert (environment["OURS"], environment["THEIRS"]) == ("ours", "theirs")
+    secret = environment["RADIXKV_SECRET"]
+    assert Secret(secret.encode()).key(b"x") == processes.secret.key(b"x")
+    assert secret not in " ".join(line)
+    with NodeProcesses() as others:
+        assert others.secret.key(b"x") != processes.secret.key(b"x")
+
+
+def test_the_statistics_are_those_of_nodes_that_have_ended_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if they are empty; what has been ended is ended once, and is known no more."""
+    popen = subprocess.Popen
+    printed = {"good": ("{'a': 1}", 0), "empty": ("{}", 0), "bad": ("{'a': 1}", 3)}
+
+    def start(line: list[str], **options: Any) -> Any:
+        text, status = printed[line[line.index("--name") + 1]]
+        program = f"import os; print({text!r}.replace(chr(39), chr(34)), flush=True)"
+        program += f"; os._exit({status})"
+        return popen([sys.executable, "-S", "-c", program], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    before = num_files()
+    with NodeProcesses() as processes:
+        for together in (False, True):
+            for name in printed:
+                processes.start(name, "prefill-node", [])
+                wait_for_end(processes, name)
+            assert set(processes.ended()) == set(printed)
+            if together:
+                stats = processes.stop()
+            else:
+                ends = {name: processes.end(name) for name in printed}
+                assert ends["bad"] is None
+                stats = {name: each for name, each in ends.items() if each is not None}
+            assert stats == {"good": {"a": 1}, "empty": {}}
+            assert (processes.ended(), processes.stop(), num_files()) == ({}, {}, before)
+
+
+def test_a_node_that_does_not_end_is_killed(
+    run: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes_module, "_END_S", 0.01)
+    run("""
+import os, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.kill(os.getpid(), signal.SIGSTOP)
+while True:
+    signal.pause()
+""")
+    with NodeProcesses() as processes:
+        processes.start("p", "prefill-node", [])
+        os.waitid(os.P_PID, processes.pid("p"), os.WSTOPPED | os.WNOWAIT)
+        assert processes.end("p") is None
