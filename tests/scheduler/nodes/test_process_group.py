@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import socket
@@ -184,16 +185,33 @@ def use(group: ProcessGroup) -> None:
     group.wait(())
 
 
-@pytest.mark.parametrize("looks", [use, ProcessGroup.check], ids=["call", "idle"])
-def test_a_process_that_is_lost(others, looks):
-    others.start(1, follow)
-    others.start(2, join)
-    with fails("process 2 is lost: Host unreachable"), ProcessGroup(timeout_s=LATE_S) as group:
+class Broken:
+    """An array whose computation has failed."""
+
+    def is_ready(self) -> bool:
+        return True
+
+    def block_until_ready(self) -> None:
+        raise RuntimeError("Connection closed\nby peer")
+
+
+def fail(group: ProcessGroup) -> None:
+    group.wait(Broken())
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("looks", [use, ProcessGroup.check, fail], ids=["call", "idle", "error"])
+def test_a_process_that_is_lost(others, looks, lost):
+    """All others are told, whichever it is."""
+    others.start(3 - lost, follow)
+    others.start(lost, join)
+    message = f"process {lost} is lost: Host unreachable"
+    with fails(message), ProcessGroup(timeout_s=LATE_S) as group:
         group.join(OPTIONS)
         while True:  # until ZeroMQ has noticed
             looks(group)
     others.end()
-    assert others.errors == {1: "process 2 is lost: Host unreachable"}
+    assert others.errors == {3 - lost: message}
 
 
 def test_a_process_that_executes_another_call(others):
@@ -277,14 +295,16 @@ def test_an_error_of_process_0_ends_the_others(others, secret):
     """Its last message is heard, also through the gate."""
     others.start(1, follow, secret=secret)
     others.start(2, follow, secret=secret)
+    error = KeyError("request") if secret is None else KeyError()
     with suppress(KeyError), ProcessGroup(secret=secret, timeout_s=LATE_S) as group:
         group.join(OPTIONS)
-        raise KeyError("request")
+        raise error
     others.end()
-    message = "process 0 has failed: 'request'"
+    message = f"process 0 has failed: {str(error) or 'KeyError'}"
     assert others.errors == {1: message, 2: message}
-    with fails(re.escape(message)):
-        group.tell("draw")
+    for use_again in (use, ProcessGroup.check, lambda group: group.wait(())):
+        with fails(re.escape(message)):
+            use_again(group)
 
 
 def test_the_last_message_is_heard_though_the_gate_has_yet_to_pass_it_on(others, monkeypatch):
@@ -314,13 +334,6 @@ def test_the_last_message_is_heard_though_the_gate_has_yet_to_pass_it_on(others,
 
 def test_a_step_that_fails(others, monkeypatch):
     monkeypatch.setattr(process_group, "_AFTER_ERROR_S", 0.0)
-
-    class Broken:
-        def is_ready(self) -> bool:
-            return True
-
-        def block_until_ready(self) -> None:
-            raise RuntimeError("Connection closed\nby peer")
 
     others.start(1, follow)
     others.start(2, follow)
@@ -492,6 +505,17 @@ def test_a_message_of_somebody_else(others, name, frames):
         stranger.send_multipart(frames)
         group.join(OPTIONS)
     context.destroy(linger=0)
+
+
+def test_a_group_is_closed_at_the_exit_unless_it_was_before(others, monkeypatch):
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
+    group = ProcessGroup()
+    assert at_exit == [group.close]
+    for _ in range(2):
+        group.close()
+        assert at_exit == [] and group._context.closed
 
 
 def test_processes_are_connected_by_jax(monkeypatch):

@@ -30,7 +30,7 @@ from radixkv.scheduler.handoff.gateway_messages import (
     Progress,
     RunPrefill,
 )
-from radixkv.scheduler.nodes.channel import DecodeError, EncodeError
+from radixkv.scheduler.nodes.channel import DecodeError, EncodeError, codec
 from radixkv.scheduler.nodes.channel.codec import MAX_PACKET_BYTES, Packet, decode, encode
 from radixkv.scheduler.nodes.channel.schema import MAX_PROMPT_TOKENS, MESSAGES
 from radixkv.scheduler.request import GREEDY, MAX_STOP_TOKEN_IDS
@@ -326,3 +326,16 @@ def test_only_send_has_pull_info() -> None:
     fields[6] = []
     with pytest.raises(DecodeError, match=r"^Expected `null`, got `array` - at `\$\[6\]`$"):
         decode(msgspec.msgpack.encode(fields))
+
+
+def test_a_packet_has_a_limit_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = packet(Ask(HEAD, bytes(400), b"", 16, 1, 4))
+    data = encode(sent)
+    monkeypatch.setattr(codec, "MAX_PACKET_BYTES", len(data))
+    assert decode(encode(sent)) == sent
+    monkeypatch.setattr(codec, "MAX_PACKET_BYTES", len(data) - 1)
+    text = f"{len(data)} bytes, the limit is {len(data) - 1}"
+    with pytest.raises(EncodeError, match=f"^Ask has {text}$"):
+        encode(sent)
+    with pytest.raises(DecodeError, match=f"^{text}$"):
+        decode(data)

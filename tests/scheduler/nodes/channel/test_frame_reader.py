@@ -167,3 +167,41 @@ def test_a_secret_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(SecretError, match=r"^a secret needs 16 bytes, got 5$"):
         load_secret()
     assert os.environ["RADIXKV_SECRET"] == "short"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 15, 16, 17])
+def test_a_secret_has_at_least_sixteen_bytes(num_bytes: int) -> None:
+    if num_bytes < 16:
+        with pytest.raises(SecretError, match=f"^a secret needs 16 bytes, got {num_bytes}$"):
+            Secret(bytes(num_bytes))
+    else:
+        assert len(Secret(bytes(num_bytes)).key(b"x")) == 32
+
+
+def test_white_space_around_a_secret_in_a_file_is_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b" \n a secret that is long enough \r\n\n")
+    path.chmod(0o600)
+    secret = load_secret(path)
+    assert secret is not None and secret.key(b"x") == SECRET.key(b"x")
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o620, 0o610, 0o604, 0o602, 0o601])
+def test_a_secret_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"a secret that is long enough\n")
+    path.chmod(mode)
+    with pytest.raises(SecretError, match=f" has mode 0{mode:o}: it must be a plain file"):
+        load_secret(path)
+
+
+def test_a_sender_is_forgotten_after_its_silence_and_not_before() -> None:
+    now = 0.0
+    reader = FrameReader("d", lambda: now)
+    for sequence in (0, 1):
+        reader.read(encode_frame(replace(ACK, sequence=sequence)))
+    restarted = encode_frame(replace(ACK, epoch=1, sequence=0))
+    now = FORGET_S - 0.001
+    assert dropped(reader, restarted) is DroppedFrame.OLD
+    now = FORGET_S
+    assert reader.read(restarted).epoch == 1

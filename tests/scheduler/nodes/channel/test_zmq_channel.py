@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import TypeAlias
 
 import pytest
@@ -16,14 +17,16 @@ from radixkv.scheduler.nodes.channel import (
     ChannelClosedError,
     DroppedFrame,
     Packet,
+    RefusedConnection,
     Secret,
     TooManyPeersError,
     UnknownPeerError,
     ZmqChannel,
+    curve,
     gate,
 )
 from radixkv.scheduler.nodes.channel.codec import MAX_FRAME_BYTES, encode_frame
-from radixkv.scheduler.nodes.channel.curve import CurveKeys
+from radixkv.scheduler.nodes.channel.curve import CurveKeys, HandshakeMonitor
 
 from ....ports import reserved_port
 
@@ -105,8 +108,12 @@ def test_a_peer_may_move(opened: Open) -> None:
     p.connect("d", first.address)
     p.send("d", ack(1))
     assert next_packets(first)[0].message == ack(1)
+    to_first = p._peers["d"]
     p.connect("d", second.address)
+    assert to_first.socket.closed
+    to_second = p._peers["d"]
     p.connect("d", second.address)
+    assert p._peers["d"] is to_second and not to_second.socket.closed
     p.send("d", ack(2))
     assert next_packets(second)[0].message == ack(2)
     p.disconnect("d")
@@ -140,6 +147,10 @@ def test_hostile_bytes_are_counted_and_dropped(opened: Open) -> None:
     expected = [reason for _, reason in hostile] + [DroppedFrame.NOT_A_FRAME]
     assert d.stats().dropped == {reason: expected.count(reason) for reason in expected}
     assert d.stats().other_versions == {8}
+    before = d.stats()
+    d._dropped[DroppedFrame.OLD] += 1
+    d._refused[RefusedConnection.BROKEN] += 1
+    assert (before.dropped[DroppedFrame.OLD], before.refused) == (1, {}), "they do not change"
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
@@ -226,7 +237,11 @@ def test_with_a_secret_a_public_address_is_bound(opened: Open) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["", "127.0.0.1", "localhost:1", "127.0.0.1:x", "1.1.1.1:70000"]
+    "address",
+    [
+        *("", "127.0.0.1", "localhost:1", "127.0.0.1:x", "127.0.0.1:65536", "127.0.0.1:+1"),
+        *("127.0.0.1:\N{SUPERSCRIPT TWO}", "127.0.0.1:\N{ARABIC-INDIC DIGIT TWO}"),
+    ],
 )
 def test_a_malformed_address_is_refused(opened: Open, address: str) -> None:
     with pytest.raises(ChannelAddressError, match=r"^an address is like 127\.0\.0\.1:5557 or "):
@@ -302,3 +317,30 @@ def test_a_connection_that_cannot_be_made_leaves_no_socket(
     with pytest.raises(error):
         p.connect("d", "127.0.0.1:5")
     assert len(made) == 2 and all(each.closed for each in made) and p._peers == {}
+
+
+@pytest.mark.parametrize(("address", "is_ipv6"), [("127.0.0.1:65535", 0), ("[::1]:5", 1)])
+def test_a_peer_is_reached_by_the_version_of_its_address(
+    opened: Open, address: str, is_ipv6: int
+) -> None:
+    p = opened("p")
+    p.connect("d", address)
+    assert p._peers["d"].socket.get(zmq.IPV6) == is_ipv6
+
+
+def test_a_wait_is_in_seconds(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, waits = opened("p"), list[int]()
+    monkeypatch.setattr(p, "_inbox", SimpleNamespace(poll=waits.append))
+    for seconds in (0.25, 0.0, -1.0, 2):
+        assert not p.wait(seconds)
+    assert waits == [250, 0, 0, 2000]
+
+
+def test_failed_handshakes_are_taken_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [1, 2, 3]
+    monitor = HandshakeMonitor.__new__(HandshakeMonitor)
+    monitor._events = SimpleNamespace(get=lambda _: zmq.POLLIN if left else 0)  # type: ignore[assignment]
+    monkeypatch.setattr(curve, "recv_monitor_message", lambda _: {"value": left.pop(0)})
+    assert (monitor.take(2), left) == ([1, 2], [3])
+    assert (monitor.take(2), left) == ([3], [])
+    assert monitor.take(2) == []
