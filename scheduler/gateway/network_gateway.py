@@ -401,7 +401,6 @@ class NetworkGateway:
         node = self.nodes.pop(peer)
         self._asked.discard(peer)
         if not node.refusal:
-            self.gone.pop(peer, None)
             if peer not in self._draining:
                 self.gone[peer] = node
                 self.num_nodes_lost += 1

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixkv.scheduler.errors import NodesMissingError
@@ -335,7 +335,12 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=150)
+PASSES, ASKS = ("passes", "", (0, "")), ("asks", "", (0, ""))
+JOIN = [("joins", name, (1, "jax")) for name in ("p0", "d0")]
+
+
+@settings(max_examples=100)
+@example([*JOIN, PASSES, ASKS, PASSES, PASSES])  # it is lost when a message is due again
 @given(st.lists(EVENTS, max_size=30))
 def test_only_a_connected_node_is_sent_anything(
     events: list[tuple[str, str, tuple[int, str]]],

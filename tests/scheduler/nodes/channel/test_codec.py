@@ -19,14 +19,18 @@ from radixkv.scheduler.handoff import (
     Commit,
     Header,
     Hits,
+    Refuse,
     Renew,
     Send,
     messages,
 )
 from radixkv.scheduler.handoff.gateway_messages import (
+    CancelAttempt,
+    DecodeFailed,
     Finished,
     GatewayMessage,
     NewTokens,
+    PrefillFailed,
     Progress,
     RunPrefill,
 )
@@ -181,8 +185,17 @@ def test_encode_checks_what_decode_checks(prompt: bytes, namespace: bytes) -> No
 
 
 def test_a_long_reason_is_cut() -> None:
-    sent = packet(Abort(HEAD, "\ud800" + "x" * 5000, True))
-    assert decode(encode(sent)) == packet(Abort(HEAD, "?" + "x" * 4095, True))
+    """As are all texts of which a node does not choose the words itself."""
+    long, short = "\ud800" + "x" * 5000, "?" + "x" * 4095
+    key = HEAD.key
+    for sent, expected in (
+        (Abort(HEAD, long, True), Abort(HEAD, short, True)),
+        (Refuse(HEAD, "malformed", 0, 0, long), Refuse(HEAD, "malformed", 0, 0, short)),
+        (CancelAttempt(key, long), CancelAttempt(key, short)),
+        (DecodeFailed(key, long), DecodeFailed(key, short)),
+        (PrefillFailed(key, long, is_busy=True), PrefillFailed(key, short, is_busy=True)),
+    ):
+        assert decode(encode(packet(sent))) == packet(expected)
 
 
 @given(st.binary(max_size=300))

@@ -205,3 +205,16 @@ def test_a_sender_is_forgotten_after_its_silence_and_not_before() -> None:
     assert dropped(reader, restarted) is DroppedFrame.OLD
     now = FORGET_S
     assert reader.read(restarted).epoch == 1
+
+
+def test_a_secret_is_in_a_plain_file(tmp_path: Path) -> None:
+    """From a pipe that its owner alone can read, another process could be heard."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path, 0o600)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(path, os.O_WRONLY)
+    os.write(writer, b"a secret that is long enough")
+    with pytest.raises(SecretError, match=r" has mode 0600: it must be a plain file"):
+        load_secret(path)
+    os.close(reader)
+    os.close(writer)
