@@ -394,8 +394,9 @@ def test_what_comes_to_a_node_is_counted_in_its_own_blocks():
 def test_nothing_is_left_of_attempts_that_have_ended(steps):
     """Of none of their blocks, whether or not a node has told what it has."""
     router, keys = make(), [AttemptKey(str(number), 1) for number in range(6)]
-    nodes, reporters = (*router._prefill.values(), *router._decode.values()), {}
-    num_sent, under_way = [0] * len(nodes), set()
+    nodes = *router._prefill.values(), *router._decode.values()
+    reporters, under_way = dict[str, CacheReporter](), set[AttemptKey]()
+    num_sent = [0] * len(nodes)
     for what, number, length in steps:
         key = keys[number]
         if what == "route" and key not in under_way:

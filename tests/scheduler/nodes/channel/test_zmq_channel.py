@@ -339,7 +339,7 @@ def test_a_wait_is_in_seconds(opened: Open, monkeypatch: pytest.MonkeyPatch) -> 
 def test_failed_handshakes_are_taken_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     left = [1, 2, 3]
     monitor = HandshakeMonitor.__new__(HandshakeMonitor)
-    monitor._events = SimpleNamespace(get=lambda _: zmq.POLLIN if left else 0)  # type: ignore[assignment]
+    monitor._events = SimpleNamespace(get=lambda _: zmq.POLLIN if left else 0)
     monkeypatch.setattr(curve, "recv_monitor_message", lambda _: {"value": left.pop(0)})
     assert (monitor.take(2), left) == ([1, 2], [3])
     assert (monitor.take(2), left) == ([3], [])
