@@ -306,6 +306,28 @@ def test_a_value_over_the_budget_evicts_nothing(directory: Path) -> None:
     backend.close()
 
 
+def test_a_value_that_goes_while_it_is_chosen_is_not_counted_as_evicted(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread's read finds that its file is gone, after a write has chosen to evict it."""
+    with closing(FileBackend(directory, max_bytes=6)) as backend:
+        for key in KEYS[:2]:
+            put(backend, key, b"abc")
+        original = backend._index.coldest_over_budget
+
+        def overtaken() -> bytes | None:
+            coldest = original()
+            if coldest == KEYS[0]:
+                (directory / "00" / KEYS[0].hex()).unlink()
+                assert get(backend, KEYS[0]) is None
+            return coldest
+
+        monkeypatch.setattr(backend._index, "coldest_over_budget", overtaken)
+        put(backend, KEYS[2], b"abcd")
+        assert keys_of(backend) == [KEYS[2]]
+        assert backend.stats()["evicted_values"] == 1
+
+
 def test_values_being_written_count_against_the_budget(directory: Path) -> None:
     backend = FileBackend(directory, max_bytes=4)
     backend._index.reserve(2)

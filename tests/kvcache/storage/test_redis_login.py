@@ -137,13 +137,18 @@ def test_tls(certificates: tuple[Path, list[str]]) -> None:
         ("redis://host", RedisAddress("host")),
         ("redis://host/", RedisAddress("host")),
         ("redis://host:7000/3", RedisAddress("host", 7000, 3)),
+        ("redis://host:0/0", RedisAddress("host", 0)),
         ("redis://[::1]:7000", RedisAddress("::1", 7000)),
         ("rediss://host", RedisAddress("host", tls=True)),
         (f"redis://ann:{IN_URL}@host", RedisAddress("host", username="ann", password=PASSWORD)),
         (f"redis://:{IN_URL}@host", RedisAddress("host", password=PASSWORD)),
+        ("redis://a%40n:@host", RedisAddress("host", username="a@n")),
+        ("rediss://ann@host:1/2", RedisAddress("host", 1, 2, "ann", tls=True)),
         ("unix:///run/redis.sock", RedisAddress(unix_path="/run/redis.sock")),
         ("unix:///run/a%20b?db=4", RedisAddress(unix_path="/run/a b", db=4)),
+        ("unix:///run/x?db=", RedisAddress(unix_path="/run/x")),
         ("unix://:pw@/run/x", RedisAddress(unix_path="/run/x", password="pw")),
+        ("unix://ann:pw@/x", RedisAddress(username="ann", password="pw", unix_path="/x")),
     ],
 )
 def test_addresses(url: str, address: RedisAddress) -> None:

@@ -7,8 +7,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from hashlib import sha256
 
 import pytest
+import redis
+from redis import exceptions
 
 from radixkv.kvcache.storage import (
     BackendError,
@@ -18,7 +22,11 @@ from radixkv.kvcache.storage import (
     remove_values,
     verify_values,
 )
-from radixkv.kvcache.storage.errors import BackendRefusedError, MissingPackageError
+from radixkv.kvcache.storage.errors import (
+    BackendRefusedError,
+    BackendUnreachableError,
+    MissingPackageError,
+)
 from radixkv.kvcache.storage.maintenance import Verified
 from radixkv.kvcache.storage.redis.address import RedisAddress
 from radixkv.kvcache.storage.redis.backend import RedisBackend
@@ -202,6 +210,15 @@ def test_prefixes_separate_backends(server: RedisServer) -> None:
         assert keys_of(b) == [KEYS[1]]
 
 
+def test_a_prefix_is_no_pattern(server: RedisServer) -> None:
+    for prefix in ("", *"*?[]^-\\", "[a]", "\\*", "a\\", "é:"):
+        with connected(server, prefix=prefix) as backend:
+            assert keys_of(backend) == []
+            put(backend, KEYS[0], b"abc")
+            assert list(backend.list_values()) == [StoredValue(KEYS[0], 3)]
+            assert list(backend.list_namespaces()) == [("", StoredValue(KEYS[0], 3))]
+
+
 @pytest.mark.parametrize("keys", [[KEYS[0]], [KEYS[1], KEYS[0]], [KEYS[0], KEYS[1]]], ids=len)
 def test_a_touch_restarts_the_time_to_live(server: RedisServer, keys: list[bytes]) -> None:
     name = f"radixkv:{KEYS[0].hex()}"
@@ -214,6 +231,162 @@ def test_a_touch_restarts_the_time_to_live(server: RedisServer, keys: list[bytes
     with connected(server) as backend, raw(server) as client:
         put(backend, KEYS[0], b"x")
         assert client.ttl(name) == -1
+
+
+@pytest.mark.parametrize("ttl_s", [None, 600])
+def test_a_call_takes_any_number_of_keys(server: RedisServer, ttl_s: int | None) -> None:
+    keys = [sha256(b"%d" % number).digest() for number in range(2500)]
+    names = [f"radixkv:{key.hex()}" for key in keys]
+
+    def uses(client: redis.Redis) -> list[int]:
+        """Return how often each key was used, or how long it stays."""
+        command = ["OBJECT", "FREQ"] if ttl_s is None else ["TTL"]
+        pipeline = client.pipeline(transaction=False)
+        for name in names:
+            pipeline.execute_command(*command, name)
+        return pipeline.execute()
+
+    with connected(server, ttl_s=ttl_s) as backend, raw(server) as client:
+        # Count each use, and forget none.
+        client.config_set("maxmemory-policy", "allkeys-lfu", "lfu-log-factor", 0)
+        client.config_set("lfu-decay-time", 0)
+        client.mset(dict.fromkeys(names, b"x"))
+        if ttl_s is not None:
+            for name in names:
+                client.expire(name, 100)
+        before = uses(client)
+        backend.touch(keys)
+        assert all(now > then for now, then in zip(uses(client), before, strict=True))
+        assert backend.contains(keys) == [True] * len(keys)
+        assert backend.delete(keys[-1])
+        assert backend.contains(keys) == [True] * (len(keys) - 1) + [False]
+
+
+@pytest.mark.parametrize("now", [None, b"", b"a", b"abcdef"])
+def test_a_value_that_another_client_replaces_meanwhile_is_no_whole_one(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, now: bytes | None
+) -> None:
+    """More than fits was read, so it is longer than the buffers, whatever its length is then."""
+    with connected(server) as backend, connected(server) as other:
+        put(backend, KEYS[0], b"abcd")
+        original = backend._command
+
+        def late(*words: Word) -> object:
+            if words[0] == "STRLEN":
+                assert other.delete(KEYS[0])
+                if now is not None:
+                    put(other, KEYS[0], now)
+            return original(*words)
+
+        monkeypatch.setattr(backend, "_command", late)
+        assert get(backend, KEYS[0], 3) == (max(4, len(now or b"")), [b"abc"])
+
+
+def test_an_interrupted_call_leaves_its_answer_to_no_other(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connected(server) as backend:
+        put(backend, KEYS[0], b"abc")
+        pool = backend._client.connection_pool
+        others = pool.get_connection()  # as of another thread in a call
+        others.send_command("CLIENT", "ID")
+        others_id = others.read_response()
+        original = redis.Connection.read_response
+
+        def interrupted(*arguments: object, **options: object) -> None:
+            raise KeyboardInterrupt
+
+        def late(connection: redis.UnixDomainSocketConnection, **options: bool) -> object:
+            server.go_on()
+            return original(connection, **options)
+
+        server.pause()
+        with monkeypatch.context() as patched:
+            patched.setattr(redis.UnixDomainSocketConnection, "read_response", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                get(backend, KEYS[0], 3)
+        monkeypatch.setattr(redis.UnixDomainSocketConnection, "read_response", late)
+        assert backend.contains(KEYS[1:2]) == [False]
+        others.send_command("CLIENT", "ID")
+        assert others.read_response() == others_id
+        pool.release(others)
+
+
+def test_a_connection_has_the_options_of_the_backend() -> None:
+    """None has the place of another, and each has the default that is documented."""
+    address = RedisAddress("host", 7, 3, "ann", "pw")
+
+    def options(backend: RedisBackend) -> dict[str, object]:
+        backend.close()
+        kept = ("host", "port", "path", "db", "username", "password")
+        limits = ("socket_timeout", "socket_connect_timeout")
+        given = backend._client.connection_pool.connection_kwargs
+        return {name: given[name] for name in (*kept, *limits) if name in given}
+
+    login = {"db": 3, "username": "ann", "password": "pw"}
+    tcp = {"host": "host", "port": 7, **login}
+    assert options(RedisBackend(address)) == {
+        **tcp,
+        "socket_timeout": 1.0,
+        "socket_connect_timeout": 1.0,
+    }
+    for where, place in (
+        (address, tcp),
+        (replace(address, tls=True), tcp),
+        (replace(address, unix_path="/run/x"), {"path": "/run/x", **login}),
+    ):
+        limits = {"socket_timeout": 2.0, "socket_connect_timeout": 3.0}
+        backend = RedisBackend(where, timeout_s=2.0, connect_timeout_s=3.0)
+        assert options(backend) == {**place, **limits}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (exceptions.TimeoutError(), BackendUnreachableError, "no answer within 60 s"),
+        (TimeoutError(), BackendUnreachableError, "no answer within 60 s"),
+        (exceptions.ConnectionError(), BackendUnreachableError, "no connection, or it was lost"),
+        (OSError(), BackendUnreachableError, "no connection, or it was lost"),
+        (exceptions.AuthenticationError(), BackendRefusedError, "wrong or no username or password"),
+        (exceptions.AuthorizationError(), BackendRefusedError, "wrong or no username or password"),
+        (exceptions.BusyLoadingError(), BackendRefusedError, "LOADING"),
+        (exceptions.ResponseError("OOM command"), BackendRefusedError, "OOM"),
+        (exceptions.ResponseError("Oom command"), BackendRefusedError, "ResponseError"),
+        (exceptions.ReadOnlyError("pw"), BackendRefusedError, "ReadOnlyError"),
+        (exceptions.DataError("pw"), BackendError, "DataError"),
+    ],
+    ids=repr,
+)
+def test_each_error_of_the_client_has_a_type_and_none_its_text(
+    server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    kind: type[BackendError],
+    text: str,
+) -> None:
+    def broken(*words: Word) -> None:
+        raise error
+
+    with connected(server) as backend:
+        monkeypatch.setattr(backend, "_command", broken)
+        with pytest.raises(BackendError) as caught:
+            backend.delete(KEYS[0])
+        assert type(caught.value) is kind
+        was = " was refused by the server" if kind is BackendRefusedError else " failed"
+        assert str(caught.value) == f"deleting{was}: {text}"
+        assert caught.value.__cause__ is None and caught.value.__suppress_context__
+        assert backend.stats() == {"requests": 1, "failed_requests": 1}
+
+
+def test_close_closes_the_connections(server: RedisServer) -> None:
+    with connected(server) as backend, raw(server) as client:
+        before = len(client.client_list())
+        put(backend, KEYS[0], b"abc")
+        assert len(client.client_list()) == before + 1
+        backend.close()
+        while len(client.client_list()) > before:
+            pass
+        assert get(backend, KEYS[0], 3) == (3, [b"abc"])
 
 
 def test_requests_are_counted_and_need_no_server(server: RedisServer) -> None:

@@ -1,8 +1,13 @@
+import gc
 import random
+import subprocess
+import sys
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +16,7 @@ from radixkv.kvcache.storage import (
     Backend,
     BackendIOError,
     Completion,
+    Kind,
     OperationError,
     PayloadError,
     Status,
@@ -66,6 +72,92 @@ def wait(storage: StorageWorkers, operation: StorageOpId) -> Completion:
     (completion,) = storage.poll()
     assert completion.operation == operation
     return completion
+
+
+def submit(storage: StorageWorkers, kind: Kind, keys: list[bytes], **options) -> StorageOpId:
+    """Submit an operation of a kind, on blocks of one byte."""
+    options = {"timeout_s": LONG_S, **options}
+    match kind:
+        case Kind.LOAD:
+            return storage.load(keys, [[bytearray(1)] for _ in keys], **options)
+        case Kind.STORE:
+            return storage.store(keys, [[b"a"] for _ in keys], **options)
+        case _:
+            return getattr(storage, kind.value)(keys, **options)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_completion_tells_which_operation_has_ended(kind: Kind) -> None:
+    clock = Clock()
+    with workers(HeldBackend(), num_threads=1, clock=clock) as storage:
+        clock.now = 100.0
+        first = submit(storage, Kind.LOOKUP, KEYS, timeout_s=1_000.0)  # holds the thread
+        keys = [*KEYS[:2]]
+        second = submit(storage, kind, keys, timeout_s=5.0, epoch=7)
+        keys.clear()  # the caller's list is the caller's
+        third = submit(storage, kind, KEYS[:1], timeout_s=6.0)
+        clock.now = 104.9
+        assert storage.poll() == []
+        clock.now = 105.0
+        (completion,) = storage.poll()
+        assert completion == Completion(second, 7, kind, (Status.TIMED_OUT,) * 2)
+        assert storage.cancel(third)
+        (completion,) = storage.poll()
+        assert completion == Completion(third, 0, kind, (Status.CANCELLED,))
+        assert not storage.fenced(first) and storage.fenced(second) and storage.fenced(third)
+
+
+def test_stats_do_not_change_afterwards() -> None:
+    backend = MemoryBackend()
+    with workers(backend) as storage:
+        backend.stats = lambda: storage_counts  # type: ignore[method-assign]
+        storage_counts: dict[str, int] = {"values": 0}
+        before = storage.stats()
+        copy = replace(before, blocks={}, errors={}, backend={"values": 0})
+        storage_counts["values"] = 1
+        checksummed = storage._checksummed
+        checksummed.backend = BrokenBackend(OSError())
+        wait(storage, submit(storage, Kind.TOUCH, KEYS[:1]))
+        assert before == copy
+        after = storage.stats()
+        assert (after.blocks, after.errors) == ({Status.FAILED: 1}, {"OSError": 1})
+        assert after.backend == {"values": 1}
+
+
+AT_EXIT = """
+import sys
+from radixkv.kvcache.storage import StorageWorkers
+
+class Backend:
+    def touch(self, keys):
+        pass
+    def close(self):
+        print("closed", *sys.argv[1:])
+
+storage = StorageWorkers(Backend(), max_bytes_in_flight=1)
+storage.touch([bytes(32)], timeout_s=1000.0)
+if sys.argv[1] == "before":
+    assert storage.close(timeout_s=1000.0)
+    print("exits")
+"""
+
+
+def test_a_storage_that_nobody_closed_is_closed_when_python_exits() -> None:
+    for when, said in (("before", "closed before\nexits\n"), ("at exit", "closed at exit\n")):
+        done = subprocess.run(
+            [sys.executable, "-c", AT_EXIT, when], capture_output=True, text=True, check=True
+        )
+        assert (done.stdout, done.stderr) == (said, "")
+
+
+def test_nothing_keeps_a_storage_that_was_closed() -> None:
+    storage = StorageWorkers(MemoryBackend(), max_bytes_in_flight=1)
+    wait(storage, submit(storage, Kind.STORE, KEYS[:1]))
+    closed = weakref.ref(storage)
+    assert storage.close(timeout_s=LONG_S)
+    del storage
+    gc.collect()
+    assert closed() is None
 
 
 def test_a_round_trip() -> None:
@@ -296,6 +388,27 @@ def test_submitted_operations_wake_all_threads_if_that_pays() -> None:
         storage.store(KEYS[2:3], [[b"a"]], timeout_s=LONG_S)
         for _ in range(3):
             backend.entered.acquire()  # without a poll
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("running", [None, *Kind])
+@pytest.mark.parametrize("use_all", [False, True])
+def test_how_many_threads_an_operation_wakes(
+    monkeypatch: pytest.MonkeyPatch, kind: Kind, running: Kind | None, use_all: bool
+) -> None:
+    """One, unless its kind runs already: that thread goes on. Lookups never wait for another."""
+    with workers(MemoryBackend(), num_threads=1) as storage:
+        with storage._lock:
+            while not storage._submitted._waiters:  # type: ignore[attr-defined]
+                storage._reported.wait(0.001)
+        woken: list[int] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(storage._submitted, "notify", lambda n=1: woken.append(n))
+            patched.setattr(storage._parallelism, "use_all_threads", use_all)
+            if running is not None:
+                patched.setitem(storage._table.running, running, 1)
+            submit(storage, kind, KEYS[:3])
+        assert sum(woken) == (3 if use_all else int(kind in (Kind.LOOKUP,) or kind is not running))
 
 
 @pytest.mark.parametrize(
