@@ -27,7 +27,7 @@ from radixkv.kvcache.storage.object_storage.backend import (
 )
 
 from ...ports import reserved_port
-from .conformance import KEYS, check_namespaces, get, keys_of, put
+from .conformance import KEYS, MIB, check_namespaces, get, keys_of, put
 from .fake_s3 import FakeS3
 
 LONG_S = 30.0
@@ -160,6 +160,16 @@ def test_paths_of_objects(s3: FakeS3) -> None:
         put(backend, KEYS[0], b"abc")
         name = KEYS[0].hex()
         assert s3.objects == {f"bucket/kv/one/{name[:2]}/{name}": b"abc"}
+
+
+def test_a_value_of_any_size_is_written_and_read_by_one_request_each(s3: FakeS3) -> None:
+    value = bytes(12 * MIB)  # obstore would upload it in three parts
+    with closing(patient()) as backend:
+        put(backend, KEYS[0], value)
+        assert s3.num_requests == backend.stats()["requests"] == 1
+        assert list(s3.objects.values()) == [value]
+        assert get(backend, KEYS[0], len(value)) == (len(value), [value])
+        assert s3.num_requests == 2
 
 
 def test_a_list_skips_foreign_objects() -> None:

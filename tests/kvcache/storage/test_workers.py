@@ -25,6 +25,7 @@ from radixkv.kvcache.storage import (
     StorageOpId,
     StorageWorkers,
 )
+from radixkv.kvcache.storage import workers as workers_module
 from radixkv.kvcache.storage.checksummed import ChecksummedBackend
 from radixkv.kvcache.storage.workers import AdaptiveParallelism
 
@@ -559,6 +560,38 @@ def test_close_ends_threads_that_return_one_by_one() -> None:
     for _ in range(2):
         backend.go.release()
     assert storage.close(timeout_s=LONG_S)
+
+
+class StuckThread:
+    """Never ends; waiting for it takes the time that the caller allows."""
+
+    def __init__(self, waited_s: list[float]) -> None:
+        self.waited_s = waited_s
+
+    def is_alive(self) -> bool:
+        return True
+
+    def join(self, timeout_s: float) -> None:
+        self.waited_s.append(timeout_s)
+
+    def monotonic(self) -> float:
+        """Return the time, which passes only while somebody waits for a thread."""
+        return sum(self.waited_s)
+
+    perf_counter = monotonic
+
+
+def test_close_waits_for_all_threads_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = MemoryBackend()
+    with workers(backend) as storage:
+        waited_s: list[float] = []
+        stuck = StuckThread(waited_s)
+        with monkeypatch.context() as patched:
+            patched.setattr(storage, "_threads", [stuck] * 3)
+            patched.setattr(workers_module, "time", stuck)
+            assert not storage.close(timeout_s=3.0)
+            assert waited_s == [3.0, 0.0, 0.0]
+        assert not backend.closed
 
 
 def test_races_leak_nothing() -> None:

@@ -235,13 +235,15 @@ class ByHand:
     def __init__(self) -> None:
         self.open: list[StorageOpId] = []
         self.cancelled: list[StorageOpId] = []
+        self.timeouts_s: list[float] = []
         self.is_closed = False
         self.unfenced: set[StorageOpId] = set()
         self._ended: list[Completion] = []
         self._num_begun = 0
 
-    def _begin(self, *_: object, **__: object) -> StorageOpId:
+    def _begin(self, *_: object, timeout_s: float) -> StorageOpId:
         self._num_begun += 1
+        self.timeouts_s.append(timeout_s)
         self.open.append(StorageOpId(self._num_begun))
         return self.open[-1]
 
@@ -340,6 +342,32 @@ def test_a_store_takes_its_memory_until_its_value_is_deleted(status: Status) -> 
     assert offer.is_withdrawn() and nothing_is_left(engine) and engine.offer(given)
 
 
+def test_parts_of_all_of_the_memory_have_room_and_those_of_the_other_way_take_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(storage_engine, "_LAST_DELETES_S", 0.0)
+    storage, engine = by_hand()
+    whole = describe([np.zeros(100, np.uint8)], num_blocks=1)
+    assert engine.offer([np.zeros(40, np.uint8)]) and engine.offer([np.zeros((5, 12), np.uint8).T])
+    pull = engine.pull(seal(bytes(32)), whole, make_digest_key())
+    assert pull is not None and engine.offer([np.zeros(1, np.uint8)]) is None
+    pull.abandon()
+    pull.abandon()
+    assert engine.quarantined_bytes == 100 and engine.maintain_every_s is not None
+    engine.close()
+    assert storage.cancelled == [3, 3, 1, 2]
+
+
+def test_an_operation_ends_long_after_its_attempt_but_a_delete_soon() -> None:
+    storage, engine = by_hand()
+    offer = engine.offer([np.zeros(60, np.uint8)])
+    assert offer is not None and begin_pull(engine) is not None
+    offer.withdraw(was_read=True)
+    storage.end(Status.STORED)
+    assert not offer.is_withdrawn()
+    assert storage.timeouts_s == [600.0, 600.0, 5.0]
+
+
 def test_a_storage_that_does_not_answer_is_closed_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -367,7 +395,16 @@ def test_what_cannot_begin_takes_no_memory(error: type[BaseException]) -> None:
     assert engine.offer([np.zeros(60, np.uint8)]) and begin_pull(engine)
 
 
-@pytest.mark.parametrize(("url", "ttl_s"), [("redis://h:1", 600), ("s3://bucket/x", None)])
+@pytest.mark.parametrize(
+    ("url", "ttl_s"),
+    [
+        ("redis://h:1", 600),
+        ("rediss://h:1", 600),
+        ("unix:///run/x", 600),
+        ("s3://bucket/x", None),
+        ("mooncake://h", None),
+    ],
+)
 def test_the_engine_of_a_url_has_its_own_namespace_and_lets_values_expire(
     monkeypatch: pytest.MonkeyPatch, url: str, ttl_s: int | None
 ) -> None:
@@ -383,4 +420,6 @@ def test_the_engine_of_a_url_has_its_own_namespace_and_lets_values_expire(
     assert (test.timeout_s, test.connect_timeout_s) == (10.0, 10.0)
     assert test.namespace == options.namespace == NAMESPACE and options.ttl_s == ttl_s
     assert engine.offer([np.zeros(60, np.uint8)]) and engine.offer([np.zeros(60, np.uint8)]) is None
+    assert isinstance(engine.storage, StorageWorkers)
+    assert engine.storage._table.max_bytes_in_flight == 100
     engine.close()
