@@ -261,6 +261,23 @@ def test_time_limits_are_whole_milliseconds(s3: FakeS3) -> None:
     assert times.items() <= dict(store.client_options).items()
 
 
+@pytest.mark.parametrize("text", ["true", "TRUE", "True", "false", "1", "", None])
+def test_only_a_variable_that_is_true_allows_no_tls(
+    s3: FakeS3, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    if text is None:
+        monkeypatch.delenv("AWS_ALLOW_HTTP")
+    else:
+        monkeypatch.setenv("AWS_ALLOW_HTTP", text)
+    with closing(patient()) as backend:
+        if text is not None and text.lower() == "true":
+            assert backend.contains(KEYS[:1]) == [False]
+        else:
+            with pytest.raises(BackendError, match=r"^looking up failed: GenericError$"):
+                backend.contains(KEYS[:1])
+        assert s3.num_requests == backend.stats()["requests"] - backend.stats()["failed_requests"]
+
+
 @pytest.mark.parametrize(
     "make", [memory_store, lambda: s3_store("bucket"), lambda: ObjectStorageBackend(MemoryStore())]
 )

@@ -57,6 +57,7 @@ def test_a_limit_of_values_is_none_of_what_is_in_flight(tmp_path: Path) -> None:
     """And what has no limit of values needs none."""
     for url, max_bytes in ((tmp_path.joinpath("kv").as_uri(), 500), ("memory://", None)):
         storage = open_storage(url, None, max_bytes=max_bytes)
+        assert storage._table.max_bytes_in_flight == 2**30
         storage.store(KEYS[:2], [[bytes(400)]] * 2, timeout_s=LONG_S)
         while not (completions := storage.poll()):
             time.sleep(0.001)
