@@ -1,3 +1,4 @@
+import atexit
 import gc
 import random
 import subprocess
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -72,6 +74,14 @@ def wait(storage: StorageWorkers, operation: StorageOpId) -> Completion:
     wait_ended(storage, operation)
     (completion,) = storage.poll()
     assert completion.operation == operation
+    return completion
+
+
+def wait_first(storage: StorageWorkers) -> Completion:
+    """Return the completion of the only operation, which may end before a thread tells so."""
+    while not (completions := storage.poll()):
+        time.sleep(0.001)
+    (completion,) = completions
     return completion
 
 
@@ -409,7 +419,7 @@ def test_how_many_threads_an_operation_wakes(
             if running is not None:
                 patched.setitem(storage._table.running, running, 1)
             submit(storage, kind, KEYS[:3])
-        assert sum(woken) == (3 if use_all else int(kind in (Kind.LOOKUP,) or kind is not running))
+        assert sum(woken) == (3 if use_all else int(kind is Kind.LOOKUP or kind is not running))
 
 
 @pytest.mark.parametrize(
@@ -560,6 +570,92 @@ def test_close_ends_threads_that_return_one_by_one() -> None:
     for _ in range(2):
         backend.go.release()
     assert storage.close(timeout_s=LONG_S)
+
+
+def test_an_interrupted_lookup_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with workers(HeldBackend(), num_threads=1) as storage:
+        with monkeypatch.context() as patched:
+            patched.setattr(storage._reported, "wait_for", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                storage.lookup_prefix(KEYS, timeout_s=LONG_S)
+        assert storage.stats().open_operations == 0 and storage.poll() == []
+        assert storage.stats().blocks == {Status.TIMED_OUT: len(KEYS)}
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_an_error_of_ours_fails_the_blocks_that_were_not_done(
+    monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    with workers(MemoryBackend(), num_threads=1) as storage:
+        checksummed = storage._checksummed
+        original = getattr(checksummed, kind.value)
+        calls = []
+
+        def broken(*arguments: object) -> object:
+            calls.append(None)
+            if len(calls) == (1 if kind in (Kind.LOOKUP, Kind.TOUCH) else 2):
+                raise MemoryError
+            return original(*arguments)
+
+        monkeypatch.setattr(checksummed, kind.value, broken)
+        expected = {  # a store and a delete go on, block by block
+            Kind.LOAD: (Status.MISSING, Status.FAILED, Status.FAILED),
+            Kind.STORE: (Status.STORED, Status.FAILED, Status.STORED),
+            Kind.DELETE: (Status.MISSING, Status.FAILED, Status.MISSING),
+        }
+        done = wait(storage, submit(storage, kind, KEYS[:3]))
+        assert done.statuses == expected.get(kind, (Status.FAILED,) * 3)
+        assert storage.stats().errors == {"MemoryError": 1}
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_result_is_not_lost_with_an_error_of_its_record(
+    monkeypatch: pytest.MonkeyPatch, is_recorded: bool
+) -> None:
+    with workers(MemoryBackend(), num_threads=1) as storage:
+        original = storage._table.report
+        failed = []
+
+        def report(*arguments: object) -> None:
+            if failed or is_recorded:
+                original(*arguments)
+            if not failed:
+                failed.append(None)
+                raise MemoryError
+
+        monkeypatch.setattr(storage._table, "report", report)
+        submit(storage, Kind.STORE, KEYS[:1])
+        stored = wait_first(storage)
+        assert stored.statuses == (Status.STORED,)
+        found = wait(storage, submit(storage, Kind.LOOKUP, KEYS[:1]))  # the thread goes on
+        assert found.statuses == (Status.FOUND,)
+        assert storage.stats().errors == {"MemoryError": 1}
+
+
+@pytest.mark.parametrize("num_started", range(3))
+def test_without_room_for_more_threads_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, num_started: int
+) -> None:
+    original, started = Thread.start, []
+
+    def start(thread: Thread) -> None:
+        if len(started) == num_started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        original(thread)
+
+    kept: list[object] = []
+    monkeypatch.setattr(atexit, "register", kept.append)
+    monkeypatch.setattr(atexit, "unregister", kept.remove)
+    monkeypatch.setattr(Thread, "start", start)
+    backend = MemoryBackend()
+    with pytest.raises(RuntimeError, match=r"^can't start new thread$"):
+        StorageWorkers(backend, num_threads=3, max_bytes_in_flight=1)
+    assert backend.closed and kept == []
+    assert len(started) == num_started and not any(thread.is_alive() for thread in started)
 
 
 class StuckThread:
