@@ -64,6 +64,8 @@ class Asked:
     id: StorageOpId
     kind: Kind
     keys: Sequence[bytes]
+    timeout_s: float
+    epoch: int
     parts: list[list[memoryview]] = field(default_factory=list)
     ended: bool = False
     fenced: bool = False
@@ -77,22 +79,25 @@ class FakeStorage:
         self.values: dict[bytes, bytes] = {}
         self.completions: list[Completion] = []
 
-    def _ask(self, kind: Kind, keys: Sequence[bytes], blocks: Sequence[Any]) -> StorageOpId:
-        asked = Asked(StorageOpId(len(self.asked) + 1), kind, keys, [views(b) for b in blocks])
+    def _ask(
+        self, kind: Kind, keys: Sequence[bytes], timeout_s: float, epoch: int, blocks: Any = ()
+    ) -> StorageOpId:
+        storage_id = StorageOpId(len(self.asked) + 1)
+        asked = Asked(storage_id, kind, keys, timeout_s, epoch, [views(b) for b in blocks])
         self.asked.append(asked)
         return asked.id
 
     def lookup(self, keys, *, timeout_s, epoch=0):
-        return self._ask(Kind.LOOKUP, keys, [])
+        return self._ask(Kind.LOOKUP, keys, timeout_s, epoch)
 
     def load(self, keys, destinations, *, timeout_s, epoch=0):
-        return self._ask(Kind.LOAD, keys, destinations)
+        return self._ask(Kind.LOAD, keys, timeout_s, epoch, destinations)
 
     def store(self, keys, payloads, *, timeout_s, epoch=0):
-        return self._ask(Kind.STORE, keys, payloads)
+        return self._ask(Kind.STORE, keys, timeout_s, epoch, payloads)
 
     def touch(self, keys, *, timeout_s, epoch=0):
-        return self._ask(Kind.TOUCH, keys, [])
+        return self._ask(Kind.TOUCH, keys, timeout_s, epoch)
 
     def poll(self) -> list[Completion]:
         completions, self.completions = self.completions, []

@@ -1,9 +1,12 @@
 """The tier driver with storage: statuses, deadlines, fences and a hanging storage."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import pytest
 
 from radixkv.kvcache import OperationResult, Outcome, StorageConfigError
+from radixkv.kvcache.ids import Epoch
 from radixkv.kvcache.storage import Status, StorageWorkers, open_backend
 from radixkv.kvcache.tiers.operations import OpKind
 
@@ -45,6 +48,36 @@ class TestStorage:
         assert len(storage.asked) == 2  # storage is not known to hang
         storage.end(storage.asked[0], [Status.FOUND, Status.FOUND, Status.MISSING], fenced=True)
         assert bench.driver.poll() == [OperationResult(op_id, (True, True, False), fenced=True)]
+
+    @pytest.mark.parametrize("kind", [OpKind.LOOKUP, OUT, IN])
+    def test_storage_gets_all_of_an_operation(self, bench, storage, kind):
+        where = {OUT: "sources", IN: "destinations"}
+        ids = {where[kind]: [4, 2]} if kind in where else {}
+        operation = bench.operation(kind, **ids, keys=KEYS[:2], timeout_s=7.0)
+        bench.driver.dispatch([replace(operation, epoch=Epoch(3))], bench.arrays)
+        bench.driver.touch(KEYS[2:4])
+        asked, touched = storage.asked
+        assert (tuple(asked.keys), asked.timeout_s, asked.epoch) == (operation.keys, 7.0, 3)
+        rows = [bench.host.memory[block] for block in ids.get(where.get(kind), [])]
+        assert [bytes(part) for [part] in asked.parts] == [row.tobytes() for row in rows]
+        assert (touched.keys, touched.timeout_s) == (KEYS[2:4], 5.0)
+        storage.end(asked, [Status.FAILED] * 2, fenced=True)
+        bench.driver.poll()
+
+    @pytest.mark.parametrize("fenced", [False, True])
+    def test_a_store_is_no_reason_for_a_lookup_to_wait(self, bench, storage, fenced):
+        """Nor is a lookup that has ended, although a thread still has it."""
+        bench.start(OpKind.LOOKUP, keys=KEYS[:1])
+        storage.end(storage.asked[0], [Status.TIMED_OUT], fenced=fenced)
+        bench.driver.poll()
+        bench.start(OUT, [2], keys=KEYS[:1])
+        bench.start(OpKind.LOOKUP, keys=KEYS[:1])
+        assert [asked.kind.name for asked in storage.asked] == ["LOOKUP", "STORE", "LOOKUP"]
+        for asked in storage.asked:
+            asked.fenced = True
+        for asked in storage.asked[1:]:
+            storage.end(asked, [Status.FAILED], fenced=True)
+        bench.driver.poll()
 
     @pytest.mark.parametrize(
         ("kind", "status"),
