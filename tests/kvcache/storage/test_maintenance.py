@@ -331,3 +331,6 @@ def test_other_urls_open_as_in_open_backend() -> None:
         assert keys_of(backend) == []
     with pytest.raises(StorageUrlError, match=r"^a storage URL starts with one of "):
         open_existing("http://host")
+    for break_ in "\t\r\n":  # without which the URL would name another directory
+        with pytest.raises(StorageUrlError, match=r"^the storage URL has a tab or a line break: "):
+            open_existing(f"file:///d{break_}x")

@@ -202,6 +202,32 @@ def test_malformed_urls(url: str, message: str | None) -> None:
     assert "hunter2" not in "".join(shown)
 
 
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "unix", "s3", "file", "memory"])
+def test_each_option_is_of_some_schemes(scheme: str, s3: FakeS3, tmp_path: Path) -> None:
+    options = {"max_bytes": 1, "sync": "data", "ttl_s": 1, "ca_file": "/ca", "timeout_s": 1.0}
+    options |= {"connect_timeout_s": 1.0}
+    server = {"timeout_s", "connect_timeout_s"}
+    allowed = {
+        "redis": {*server, "ttl_s"},
+        "rediss": {*server, "ttl_s", "ca_file"},
+        "unix": {*server, "ttl_s"},
+        "s3": server,
+        "file": {"max_bytes", "sync"},
+        "memory": set(),
+    }
+    rest = {"unix": "/run/x", "file": f"{tmp_path}/kv", "memory": ""}.get(scheme, "bucket")
+    url = f"{scheme}://{rest}"
+    open_backend(url, BackendOptions(**{name: options[name] for name in allowed[scheme]})).close()
+    for name in options.keys() - allowed[scheme]:
+        with pytest.raises(StorageUrlError, match=rf"^{scheme}:// has no option {name}$"):
+            open_backend(url, BackendOptions(**{name: options[name]}))
+
+
+def test_a_limit_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^max_bytes must be at least 1, got 0$"):
+        open_storage(tmp_path.as_uri(), None, max_bytes=0)
+
+
 @pytest.mark.parametrize(
     ("url", "options", "message"),
     [
