@@ -316,3 +316,20 @@ def test_blocks_that_storage_did_not_take_stay_on_the_host():
     assert memory.stats.stored_blocks == 1
     memory.manager.evict(4)
     assert resume(memory, parked, WHOLE) == 4
+
+
+@pytest.mark.parametrize("stored", [*product([False, True], repeat=2)])
+def test_the_host_may_drop_parked_blocks_when_storage_has_all_of_them(stored):
+    """The two blocks have separate copies, as a request that ended left the first."""
+    memory = memory_of(storage=True)
+    memory.serve(WHOLE[:2])
+    memory.manager.evict(4)
+    memory.finish(memory.one(OpKind.DEVICE_TO_HOST))
+    memory.finish(memory.one(OpKind.HOST_TO_STORAGE), stored[0])
+    parked = park(memory, WHOLE, "storage")
+    memory.finish(memory.one(OpKind.DEVICE_TO_HOST))
+    memory.finish(memory.one(OpKind.HOST_TO_STORAGE), stored[1])
+    assert parked.saved and len(parked.runs) == (0 if all(stored) else 2)
+    assert len(memory.drop_order()) == (2 if all(stored) else 0)
+    memory.manager.evict(4)
+    assert resume(memory, parked, WHOLE) == 4

@@ -115,6 +115,15 @@ class TestHowOften:
         # A block that is stored is told at once, what it follows when that is due.
         assert [self.serve_and_count(memory, [1, 2, last]) for last in (3, 4)] == [1, 3]
 
+    @pytest.mark.parametrize("more", [2, 3, 4])
+    def test_the_interval_counts_admissions_and_stored_blocks(self, monkeypatch, more):
+        monkeypatch.setattr(storage_uses, "REPORT_INTERVAL", 5)
+        memory = TierMemory(8, 8, "through", storage=True)
+        assert self.serve_and_count(memory, [1, 2]) == 2
+        memory.serve(range(11, 11 + more))
+        # The admission of the other path and its blocks, and the one that hits.
+        assert self.serve_and_count(memory, [1, 2]) == (more + 2 if more >= 3 else 2)
+
     def test_a_split_node_counts_as_reported(self, monkeypatch):
         monkeypatch.setattr(storage_uses, "REPORT_INTERVAL", 100)
         memory = TierMemory(8, 8, "through", storage=True)

@@ -287,13 +287,14 @@ def test_the_success_of_a_call_is_none_of_another(caplog: pytest.LogCaptureFixtu
     assert [message.split(" failed ")[0] for message in caplog.messages] == ["touch"]
 
 
-def test_a_lookup_with_too_few_answers_fails(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("num_answers", [0, 1, 3])
+def test_a_lookup_with_too_few_or_many_answers_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_answers: int
 ) -> None:
     backend = MemoryBackend()
-    monkeypatch.setattr(backend, "contains", lambda keys: [True])
+    monkeypatch.setattr(backend, "contains", lambda keys: [True] * num_answers)
     assert ChecksummedBackend(backend).lookup(KEYS[:2]) == ([Status.FAILED] * 2, "BackendError")
-    assert "BackendError: 1 answers for 2 keys;" in caplog.text
+    assert f"BackendError: {num_answers} answers for 2 keys;" in caplog.text
 
 
 def test_operations_on_a_hung_backend_end_at_the_deadline() -> None:
