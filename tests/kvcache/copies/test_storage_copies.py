@@ -58,7 +58,7 @@ class TestStorage:
         bench.driver.touch(KEYS[2:4])
         asked, touched = storage.asked
         assert (tuple(asked.keys), asked.timeout_s, asked.epoch) == (operation.keys, 7.0, 3)
-        rows = [bench.host.memory[block] for block in ids.get(where.get(kind), [])]
+        rows = [bench.host.memory[block] for block in ids.get(where.get(kind, ""), [])]
         assert [bytes(part) for [part] in asked.parts] == [row.tobytes() for row in rows]
         assert (touched.keys, touched.timeout_s) == (KEYS[2:4], 5.0)
         storage.end(asked, [Status.FAILED] * 2, fenced=True)

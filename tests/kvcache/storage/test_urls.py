@@ -6,6 +6,7 @@ import traceback
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -204,8 +205,8 @@ def test_malformed_urls(url: str, message: str | None) -> None:
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss", "unix", "s3", "file", "memory"])
 def test_each_option_is_of_some_schemes(scheme: str, s3: FakeS3, tmp_path: Path) -> None:
-    options = {"max_bytes": 1, "sync": "data", "ttl_s": 1, "ca_file": "/ca", "timeout_s": 1.0}
-    options |= {"connect_timeout_s": 1.0}
+    options: dict[str, Any] = {"max_bytes": 1, "sync": "data", "ttl_s": 1, "ca_file": "/ca"}
+    options |= {"timeout_s": 1.0, "connect_timeout_s": 1.0}
     server = {"timeout_s", "connect_timeout_s"}
     allowed = {
         "redis": {*server, "ttl_s"},
@@ -213,7 +214,7 @@ def test_each_option_is_of_some_schemes(scheme: str, s3: FakeS3, tmp_path: Path)
         "unix": {*server, "ttl_s"},
         "s3": server,
         "file": {"max_bytes", "sync"},
-        "memory": set(),
+        "memory": set[str](),
     }
     rest = {"unix": "/run/x", "file": f"{tmp_path}/kv", "memory": ""}.get(scheme, "bucket")
     url = f"{scheme}://{rest}"

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +29,7 @@ from radixkv.kvcache.storage import (
 )
 from radixkv.kvcache.storage import workers as workers_module
 from radixkv.kvcache.storage.checksummed import ChecksummedBackend
+from radixkv.kvcache.storage.operation_table import Task
 from radixkv.kvcache.storage.workers import AdaptiveParallelism
 
 from .memory import BrokenBackend, HeldBackend, MemoryBackend
@@ -593,7 +594,7 @@ def test_an_error_of_ours_fails_the_blocks_that_were_not_done(
     with workers(MemoryBackend(), num_threads=1) as storage:
         checksummed = storage._checksummed
         original = getattr(checksummed, kind.value)
-        calls = []
+        calls: list[None] = []
 
         def broken(*arguments: object) -> object:
             calls.append(None)
@@ -618,11 +619,11 @@ def test_a_result_is_not_lost_with_an_error_of_its_record(
 ) -> None:
     with workers(MemoryBackend(), num_threads=1) as storage:
         original = storage._table.report
-        failed = []
+        failed: list[None] = []
 
-        def report(*arguments: object) -> None:
+        def report(task: Task, errors: Sequence[str] = ()) -> None:
             if failed or is_recorded:
-                original(*arguments)
+                original(task, errors)
             if not failed:
                 failed.append(None)
                 raise MemoryError
@@ -640,7 +641,8 @@ def test_a_result_is_not_lost_with_an_error_of_its_record(
 def test_without_room_for_more_threads_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch, num_started: int
 ) -> None:
-    original, started = Thread.start, []
+    original = Thread.start
+    started: list[Thread] = []
 
     def start(thread: Thread) -> None:
         if len(started) == num_started:
