@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from radixkv.kvcache.errors import RadixKVError
@@ -54,6 +55,7 @@ def test_a_memory_bound_step_by_hand() -> None:
     starts=st.lists(st.integers(0, 9), max_size=3),
     chunks=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=3),
 )
+@example(starts=[2**31 - 2] * 3, chunks=[])  # their sum is not an int32
 def test_a_step_costs_what_its_tokens_attend_to(
     costs: CostModel, starts: list[int], chunks: list[tuple[int, int]]
 ) -> None:
@@ -87,6 +89,14 @@ def test_a_model_that_does_not_fit() -> None:
     )
     with pytest.raises(CostError, match=r"and h100x1 has 72\.0 GB usable \(try h100x2\)"):
         named_costs("llama3-70b", "h100x1").num_blocks(16)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16])
+def test_twice_as_many_gpus_are_proposed(count: int) -> None:
+    costs = named_costs("llama3-70b", f"h100x{count}")
+    large = dataclasses.replace(costs, model=dataclasses.replace(costs.model, parameters=1e15))
+    with pytest.raises(CostError, match=rf"\(try h100x{2 * count}\)$"):
+        large.num_blocks(16)
 
 
 def test_llama3_8b_kv_is_128_kib_a_token() -> None:
@@ -169,6 +179,34 @@ def test_a_malformed_cost_file(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(CostError) as error:
         load_costs(path)
     assert str(error.value) == f"{path}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("section", "figure"),
+    [
+        (section, field.name)
+        for section, kind in (("model", ModelCosts), ("gpu", GpuCosts), ("step", StepCosts))
+        for field in dataclasses.fields(kind)
+        if field.name != "name"
+    ],
+)
+def test_each_figure_has_its_limits(tmp_path: Path, section: str, figure: str) -> None:
+    """A time may be 0, and a fraction is at most 1; any other figure is above 0."""
+    path = tmp_path / "costs.json"
+
+    def is_taken(value: int) -> bool:
+        path.write_text(json.dumps({section: {figure: value}}))
+        try:
+            costs = load_costs(path)
+        except CostError:
+            return False
+        assert getattr(getattr(costs, section), figure) == value
+        return True
+
+    is_time = figure.endswith("_s") and not figure.endswith("_per_s")
+    is_fraction = section == "step" and not is_time
+    taken = [value for value in (-1, 0, 1, 2) if is_taken(value)]
+    assert taken == [*[0] * is_time, 1, *[2] * (not is_fraction)]
 
 
 def test_a_cost_file_that_cannot_be_read(tmp_path: Path) -> None:

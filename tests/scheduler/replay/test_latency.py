@@ -69,6 +69,19 @@ def test_latencies_by_hand() -> None:
     assert latencies.goodput_requests_per_s == 0.1
 
 
+@pytest.mark.parametrize("more", [0.0, 0.125])
+@pytest.mark.parametrize("limit", ["ttft", "tpot"])
+def test_a_request_at_both_limits_is_good_and_one_past_either_is_not(
+    limit: str, more: float
+) -> None:
+    first_s = 3.0 + more * (limit == "ttft")
+    last_s = first_s + 4 * (1.0 + more * (limit == "tpot"))
+    times = [RequestTimes(0.0, first_s, last_s, num_outputs=5)]
+    latencies = summarize_latencies(times, 0, 10.0, slo_ttft_s=3.0, slo_tpot_s=1.0)
+    assert latencies.slo_attainment == (more == 0.0)
+    assert (latencies.slo_ttft_s, latencies.slo_tpot_s) == (3.0, 1.0)
+
+
 def test_answers_of_one_token_have_no_time_per_output_token() -> None:
     latencies = summarize_latencies([RequestTimes(0.0, 1.0, 1.0, 1)], 0, 1.0, 30.0, 0.1)
     assert latencies.tpot_s is None
