@@ -78,6 +78,21 @@ def test_write_through_when_published():
     assert memory.stats.demoted_blocks == 0
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_blocks_that_are_published_again_are_written_through_if_the_host_lacks_them(length):
+    """Also if all blocks that the second request publishes are duplicates."""
+    memory = TierMemory(6, 4, "through")
+    tokens = [1, 2, 3][:length]
+    first, second = memory.start(tokens), memory.start(tokens)
+    memory.compute(first, tokens[:2])
+    memory.finish(memory.one(OpKind.DEVICE_TO_HOST), False)
+    assert memory.residency(tokens) == "dd"[:length]
+    memory.compute(second, tokens)
+    memory.settle()
+    assert memory.residency(tokens) == "bbb"[:length]
+    memory.manager.check()
+
+
 def test_write_through_after_some_hits():
     memory = TierMemory(6, 6, "through", hits=2)
     memory.serve([1, 2, 3])

@@ -63,6 +63,19 @@ def test_a_hit_may_be_limited(limit, num_tokens):
     manager.check()
 
 
+@pytest.mark.parametrize("limit", range(12))
+@pytest.mark.parametrize("length", range(9))
+def test_a_limited_hit_is_that_of_the_tokens_before_the_limit(length, limit):
+    """Also the block that comes next, with a limit before, at and after the end of the tokens."""
+    manager = CacheManager(12, 2)
+    serve(manager, [1, 2, 3, 4])
+    tokens = np.arange(1, length + 1, dtype=np.int32)
+    match, cut = manager.match(tokens, max_hit_tokens=limit), manager.match(tokens[:limit])
+    assert (match.num_tokens, match.num_blocks) == (cut.num_tokens, cut.num_blocks)
+    assert match.next_block == cut.next_block
+    assert manager.admit(match).num_tokens == length
+
+
 @given(st.integers(max_value=-1))
 def test_a_negative_limit_of_a_hit_is_rejected(limit):
     manager = CacheManager(12, 2)
