@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -63,7 +64,7 @@ class HostArrays:
             as_count("head_dim", head_dim, minimum=1),
         )
         self.dtype = np.dtype(dtype)
-        bytes_per_part = int(np.prod(self.block_shape, dtype=np.int64)) * self.dtype.itemsize
+        bytes_per_part = math.prod(self.block_shape) * self.dtype.itemsize
         self.bytes_per_block = 2 * self.num_layers * bytes_per_part
         self.memory: npt.NDArray[np.uint8] = _zeros_from_page(
             (self.num_blocks + 1) * self.bytes_per_block

@@ -16,6 +16,7 @@ from radixkv.kvcache import (
     HostConfig,
     KVEvent,
     ReplayBuffer,
+    events,
 )
 from radixkv.kvcache.events import MAX_STORED, EventRecorder, hash_blocks
 from radixkv.kvcache.storage import StorageNamespace
@@ -140,6 +141,32 @@ def test_each_tier_has_its_own_events_with_the_same_hash() -> None:
     # Another namespace of storage has none of its blocks.
     tiers.storage = StorageNamespace("model", "2", "float32", 2, (0, 1), (0, 1))
     assert taken(manager) == [BlockRemoved("STORAGE", hashes)]
+
+
+def test_what_storage_has_is_told_again_after_a_reset() -> None:
+    """The reset has told the consumer that nothing can be found there."""
+    recorder = EventRecorder(2, 4, 4)
+    tokens = np.array([1, 2, 3, 4], np.int32).tobytes()
+    for _ in range(2):
+        recorder.looked_up(b"", tokens, [True, True])
+        batch = recorder.take()
+        assert batch is not None
+        [event] = batch.events
+        assert stored(event).token_ids.tolist() == [1, 2, 3, 4]
+        recorder.cleared()
+        batch = recorder.take()
+        assert batch is not None and batch.events == (AllBlocksCleared(),)
+    recorder.forget_storage()
+    assert recorder.take() is None
+
+
+def test_no_block_has_the_hash_of_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Zeros:
+        def digest(self) -> bytes:
+            return bytes(8)
+
+    monkeypatch.setattr(events, "blake2b", lambda *args, **options: Zeros())
+    assert hash_blocks(np.arange(4, dtype=np.int32), 2) == [1, 1]
 
 
 def test_blocks_in_storage_are_forgotten_when_there_are_too_many() -> None:

@@ -1,5 +1,7 @@
 """Host hits: loaded into the lease, published and shared with other requests."""
 
+from itertools import product
+
 import pytest
 
 from radixkv.kvcache import OpKind, OutOfBlocksError, RequestTooLargeError
@@ -25,6 +27,21 @@ def test_a_host_hit_is_loaded_into_the_lease(write, after):
     memory.read(lease, [1, 2, 3, 4])
     assert memory.stats.promoted_blocks == 3
     memory.manager.check()
+
+
+@pytest.mark.parametrize("write", ["back", "exclusive"])
+def test_no_host_block_is_hit_after_the_middle_of_a_run(write):
+    """Whatever else begins there on the host."""
+    memory, on_host, on_device = TierMemory(6, 6, write), [3, 3], [1, 2, 3]
+    memory.demote(on_host)
+    memory.serve(on_device)
+    assert memory.residency(on_host) == "hh"
+
+    def common(tokens: tuple[int, ...], served: list[int]) -> int:
+        return next((n for n in range(len(served)) if tokens[n] != served[n]), len(served))
+
+    for tokens in product([1, 2, 3], repeat=3):
+        assert memory.hit(tokens) == (common(tokens, on_device), common(tokens, on_host)), tokens
 
 
 @pytest.mark.parametrize("write", ["back", "exclusive"])

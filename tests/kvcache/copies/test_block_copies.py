@@ -115,6 +115,23 @@ def test_a_program_is_compiled_once_however_many_there_are(monkeypatch):
         assert num_compiled == len(engines) * 6 * 3  # more than caches keep by default: 128
 
 
+@pytest.mark.parametrize("min_blocks", [1, 2, 3, 8])
+def test_a_piece_has_a_size_that_was_compiled(min_blocks):
+    """The kinds that are asked for, in each power of two, and no others."""
+    bench, compiled = Bench(), []
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in pinning.COPY_KINDS:
+            patch.setattr(BlockCopies, kind, lambda *args, kind=kind: compiled.append(kind))
+        sizes: set[int] = set()
+        for kinds in (["gather"], ["scatter"], ["copy"], ["gather", "copy"], pinning.COPY_KINDS):
+            compiled.clear()
+            copies = BlockCopies(bench.arrays, 8, kinds, min_blocks=min_blocks)
+            sizes = {size for count in range(20) for _, size in copies.pieces(count)}
+            assert compiled == list(kinds) * len(sizes)
+    assert sizes == {size for size in (1, 2, 4, 8) if size >= min_blocks}
+    assert bench.driver.close(timeout_s=LONG_S)
+
+
 def test_pieces_cover_all_blocks_once_and_in_order():
     bench = Bench()
     copies = BlockCopies(bench.arrays, 8)
