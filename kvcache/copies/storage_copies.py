@@ -105,8 +105,8 @@ class StorageCopies:
         for storage_id, entry in list(self._entries.items()):
             ended = entry.operation.id not in self._table.open
             if ended and self._storage.fenced(storage_id):
+                self._table.fence(entry)  # first: an error leaves it to the next call
                 del self._entries[storage_id]
-                self._table.fence(entry)
 
     @property
     def _is_waiting(self) -> bool:

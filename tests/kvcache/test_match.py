@@ -235,21 +235,18 @@ def test_two_leaders_of_the_same_block_name_it_alike():
     assert manager.next_block(one, [1, 2, 3, 4]) == manager.next_block(two, [1, 2, 3, 4])
 
 
-def test_a_request_waits_only_for_the_block_that_it_needs():
+@pytest.mark.parametrize("leader", [(1, 2, 2), (1, 1, 1), (2, 3, 1), (3, 3, 3)])
+def test_a_request_waits_only_for_the_block_that_it_needs(leader):
     """Of all prompts of three blocks, also of those that leave a run in its middle."""
     manager = CacheManager(20, 1)
     serve(manager, [1, 2, 3])
     serve(manager, [2, 2])
-    prompts = list(product([1, 2, 3], repeat=3))
-    needs = {prompt: prompt[: hit(manager, prompt) + 1] for prompt in prompts}
-    for leader in ([1, 2, 2], [1, 1, 1], [2, 3, 1], [3, 3, 3]):
-        lease = start(manager, leader)
-        computes = tuple(leader[: lease.num_hit_blocks + 1])
-        in_progress = manager.next_block(lease, leader)
-        for prompt in prompts:
-            follows = manager.match(prompt).next_block == in_progress
-            assert follows == (needs[prompt] == computes), prompt
-        manager.release(lease)
+    lease = start(manager, leader)
+    computes = leader[: lease.num_hit_blocks + 1]
+    for prompt in product([1, 2, 3], repeat=3):
+        needs = prompt[: hit(manager, prompt) + 1]
+        follows = manager.match(prompt).next_block == manager.next_block(lease, leader)
+        assert follows == (needs == computes), prompt
 
 
 def test_next_block_after_a_split():

@@ -1,11 +1,13 @@
 """The tier driver with storage: statuses, deadlines, fences and a hanging storage."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import pytest
 
 from radixkv.kvcache import OperationResult, Outcome, StorageConfigError
+from radixkv.kvcache.copies import in_flight
 from radixkv.kvcache.ids import Epoch
 from radixkv.kvcache.storage import Status, StorageWorkers, open_backend
 from radixkv.kvcache.tiers.operations import OpKind
@@ -211,6 +213,19 @@ class TestStorage:
         assert (bench.driver.poll(), bench.driver.fenced()) == ([], [op_id] if fenced else [])
         storage.asked[0].fenced = True
         assert (bench.driver.poll(), bench.driver.fenced()) == ([], [] if fenced else [op_id])
+
+    def test_a_fence_that_could_not_be_recorded_is_recorded_later(
+        self, bench, storage, monkeypatch
+    ):
+        op_id = bench.start(OUT, [1], keys=KEYS[:1])
+        storage.end(storage.asked[0], [Status.STORED], fenced=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(in_flight, "replace", Mock(side_effect=MemoryError))
+            with pytest.raises(MemoryError):
+                bench.driver.poll()
+        assert bench.driver.poll() == [OperationResult(op_id, (True,), fenced=True)]
+        stats = bench.driver.stats()
+        assert (stats.open_operations, stats.unfenced_operations) == (0, 0)
 
     def test_an_operation_refused_by_storage_fails_alone(self, bench, monkeypatch, storage):
         def closed(*args, **kwargs):
