@@ -3,6 +3,7 @@
 import re
 from dataclasses import astuple
 from typing import Any
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +72,43 @@ def test_a_stop_token_ends_it_even_at_the_limit():
     assert Request("a", [1], 5, stop_token_ids=[4, 6]).append(6) == "stop"
     assert Request("a", [1], 1, stop_token_ids=(6,)).append(6) == "stop"
     assert Request("a", [6], 1, stop_token_ids=(6,)).append(7) == "length"
+
+
+@pytest.mark.parametrize("has_failed", [None, False, True])
+@pytest.mark.parametrize("token", [5, 6])
+@pytest.mark.parametrize("max_new_tokens", [1, 2])
+def test_it_ends_for_the_first_reason_of_failure_stop_and_limit(has_failed, token, max_new_tokens):
+    guide = None if has_failed is None else Mock(has_failed=has_failed)
+    request = Request("a", [1], max_new_tokens, stop_token_ids=[6], guide=guide)
+    reasons = {"abort": bool(has_failed), "stop": token == 6, "length": max_new_tokens == 1}
+    assert request.append(token) == next((each for each, holds in reasons.items() if holds), None)
+    assert request.output_tokens == [token] and request.tokens.tolist() == [1, token]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "namespace", "is_same"),
+    [([1, 2], b"a", True), ([1, 3], b"a", False), ([1], b"a", False), ([1, 2], b"", False)],
+)
+def test_a_sample_has_the_prompt_and_the_namespace_of_the_first(prompt, namespace, is_same):
+    first = Request("a", [1, 2], 3, namespace=b"a")
+    if is_same:
+        assert Request("b", prompt, 3, namespace=namespace, sample_of=first).sample_of is first
+    else:
+        with refused(
+            RequestError, "request 'b' is a sample of 'a', which has another prompt or namespace"
+        ):
+            Request("b", prompt, 3, namespace=namespace, sample_of=first)
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_each_penalty_alone_is_one(name):
+    assert SamplingParams(**{name: 0.5}).has_penalties
+    assert not GREEDY.has_penalties
+
+
+def test_the_tokens_that_stop_it_are_those_that_come_late():
+    assert Request("a", [1], 2, stop_token_ids=[4, np.int64(6)]).late_token_ids == {4, 6}
+    assert Request("a", [1], 2).late_token_ids == frozenset()
 
 
 @pytest.mark.parametrize(("prompt", "new", "tokens"), [(1, 1, 1), (5, 1, 5), (5, 3, 7)])
