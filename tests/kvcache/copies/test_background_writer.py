@@ -1,6 +1,7 @@
 """The threads that write to the host tier: the memory they hold, and their end."""
 
 import threading
+import time
 import weakref
 from typing import Any
 from unittest.mock import patch
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 
 from radixkv.kvcache import HostArrays
-from radixkv.kvcache.copies import background_writer
 from radixkv.kvcache.copies.background_writer import BackgroundWriter, StagedBlocks, WriteReport
 from radixkv.kvcache.ids import OpId
 
@@ -100,7 +100,7 @@ def test_all_threads_share_the_time_to_end(writer, monkeypatch, slow_s):
             self.left -= took_s
             now[0] += took_s
 
-    monkeypatch.setattr(background_writer.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     threads = [Slow() for _ in range(3)]
     with patch.object(writer, "_threads", threads):
         assert writer.close(5.0) is (slow_s == 0.0)
