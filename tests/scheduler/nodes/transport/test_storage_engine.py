@@ -12,6 +12,7 @@ import pytest
 from radixkv.kvcache.storage import (
     Backend,
     BackendUnreachableError,
+    Block,
     Completion,
     Kind,
     Status,
@@ -21,6 +22,7 @@ from radixkv.kvcache.storage import (
     StorageWorkers,
     open_backend,
 )
+from radixkv.kvcache.storage.interface import views
 from radixkv.scheduler.nodes.transport import (
     Fault,
     Offered,
@@ -241,7 +243,11 @@ class ByHand:
         self._ended: list[Completion] = []
         self._num_begun = 0
 
-    def _begin(self, *_: object, timeout_s: float) -> StorageOpId:
+    def _begin(
+        self, keys: Sequence[bytes], blocks: Sequence[Block] = (), *, timeout_s: float
+    ) -> StorageOpId:
+        for block in blocks:
+            views(block)  # refuses what is not contiguous
         self._num_begun += 1
         self.timeouts_s.append(timeout_s)
         self.open.append(StorageOpId(self._num_begun))
@@ -294,6 +300,8 @@ def begin_pull(engine: StorageEngine) -> Any:
         (Status.MISSING, Fault.EXPIRED, "it is not in storage any more"),
         (Status.CORRUPT, Fault.CORRUPT, "storage has a damaged value"),
         (Status.FAILED, Fault.FAILED, "storage: failed"),
+        (Status.TIMED_OUT, Fault.FAILED, "storage: timed_out"),
+        (Status.CANCELLED, Fault.FAILED, "storage: cancelled"),
     ],
 )
 @pytest.mark.parametrize("is_late", [False, True])
