@@ -66,6 +66,19 @@ def test_a_corrupt_value_is_counted_and_removed_only_on_request(damage) -> None:
     assert list(backend.values) == KEYS[1:3]
 
 
+def test_a_corrupt_value_that_somebody_else_removed_is_not_counted_as_deleted() -> None:
+    class Losing(MemoryBackend):
+        def delete(self, key: bytes) -> bool:
+            assert super().delete(key)
+            return super().delete(key)
+
+    backend = Losing()
+    filled(backend)
+    backend.values[KEYS[0]] = b"not ours"
+    assert verify_values(backend, delete=True) == Verified(good=2, corrupt=1, good_bytes=200)
+    assert list(backend.values) == KEYS[1:3]
+
+
 class Changing(MemoryBackend):
     """Runs a function between the list and each read."""
 
