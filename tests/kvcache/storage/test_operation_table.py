@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -248,6 +249,34 @@ def test_a_lookup_waits_for_a_few_loads_at_most() -> None:
         taken.append(len(task.keys))
     assert sum(taken) == len(keys)
     assert max(taken) <= 8
+
+
+class GrowsWhenMeasured(list[Status]):
+    """The results of a thread that ends another block whenever somebody asks for their number."""
+
+    def __len__(self) -> int:
+        length = super().__len__()
+        self.append(Status.LOADED)
+        return length
+
+
+@pytest.mark.parametrize("end", ["cancel", "expire", "claim"])
+def test_a_thread_may_end_a_block_while_its_operation_ends(end: str) -> None:
+    table = OperationTable(BUDGET, 1)
+    blocks = [[memoryview(b"a")] for _ in KEYS]
+    operation = table.submit(Kind.LOAD, KEYS, blocks, deadline=1, quiet=end == "claim")
+    task = table.take()
+    assert task is not None and len(task.keys) == len(KEYS)
+    task.results = GrowsWhenMeasured([Status.LOADED])
+    if end == "claim":
+        completion = table.claim(operation)
+    else:
+        table.cancel(operation) if end == "cancel" else table.expire(1)
+        [completion] = table.drain()
+    loaded = completion.prefix
+    status = Status.CANCELLED if end == "cancel" else Status.TIMED_OUT
+    left = [status] * (len(KEYS) - loaded)
+    assert loaded in (1, 2) and [*completion.statuses] == [Status.LOADED] * loaded + left
 
 
 def test_a_prefix_ends_at_the_first_gap() -> None:

@@ -191,6 +191,16 @@ def test_a_malformed_batch_came_and_ends_what_was_known(is_kept: bool) -> None:
     assert checker.num_blocks() == {"GPU": 1}
 
 
+def test_a_batch_that_comes_again_after_a_malformed_one_is_no_restart() -> None:
+    checker = StreamChecker(lambda seq: ())
+    messages = [message(0, ONE), message(1, stored(3, parent=2)), Message(2, b"\xc1")]
+    for each in [*messages, *messages, message(3, stored(5))]:
+        checker.receive(each)
+    assert checker.findings == {MALFORMED: 1}
+    assert (checker.num_restarts, checker.num_batches) == (0, 4)
+    assert checker.num_blocks() == {"GPU": 1}
+
+
 def test_a_replay_that_ends_in_a_malformed_answer() -> None:
     messages = [message(seq, stored(10 * seq)) for seq in range(4)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -365,6 +367,26 @@ def test_the_cache_is_reset_when_nothing_is_received() -> None:
     assert running.status is RequestStatus.PREEMPTED
     assert step(d) == [("a", 0, 6)], "computed again, with the new weights"
     assert isinstance(ask(d, "c"), Grant)
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_nothing_keeps_a_request_that_has_ended(is_reset: bool, is_stopped: bool) -> None:
+    d = scheduler()
+    [started] = start(d, max_new_tokens=3)
+    assert isinstance(started, Started)
+    request = weakref.ref(started.request)
+    if is_reset:
+        d.reset_cache()
+    if is_stopped:
+        d.give_up(started.key, "not wanted")
+    while d.has_work:
+        step(d)
+    [ended] = actions(d)
+    assert isinstance(ended, DecodeFailed if is_stopped else Finished)
+    del started, ended
+    gc.collect()
+    assert request() is None
 
 
 # No preemption where all is reserved
