@@ -142,7 +142,7 @@ class DecodeAttempt:
         parts: SENDs received, by part.
         pulls: start time of each pull that is not fenced, by part.
         reason: why it was given up.
-        has_lost_peer: whether that is because P is silent, or has restarted.
+        has_lost_peer: whether that is because P is silent.
     """
 
     header: Header

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import pytest
 
@@ -11,9 +12,11 @@ from radixkv.scheduler.handoff import (
     Abort,
     Ack,
     AttemptKey,
+    CancelPull,
     Commit,
     Header,
     Hits,
+    Post,
     Pull,
     Renew,
     Send,
@@ -51,11 +54,58 @@ def test_quarantine_ends_with_the_last_fence() -> None:
     assert leases(pair) == 0 and pair.d_manager.match(PROMPT).num_tokens == 0
 
 
+@pytest.mark.parametrize("how", ["failed", "ABORT", "silence", "restart of P", "newer attempt"])
+@pytest.mark.parametrize("last", ["pulled", "failed", "failed late", "fenced"])
+def test_blocks_are_held_until_nothing_writes_into_them(how: str, last: str) -> None:
+    """D cancels each pull, and tells P at once, and again when its blocks are read no more."""
+    pair, pulls = pulling()
+    part_ids = [pull.part_id for pull in pulls]
+    header = Header(KEY, 1, 1, part_ids[0].grant)
+    reason = "the prefill node restarted"
+    match how:
+        case "failed":
+            pair.d.pull_failed(part_ids[1], fenced=False, reason="it was lost")
+            reason = "part 1 could not be pulled: it was lost"
+        case "ABORT":
+            pair.d.receive(P, Abort(header, "cancelled", fenced=False))
+            reason = "cancelled"
+        case "silence":
+            pair.d.tick(5.0)
+            reason = "the prefill node is silent"
+        case "restart of P":
+            pair.d.receive(P, Renew(replace(header, epoch=2)))
+        case _:
+            ask = replace(pair.begin(2), num_groups=1)
+            pair.d.receive(P, ask)
+            reason = "a newer attempt has begun"
+    first, second, posted, *others = pair.d.take_actions()
+    assert [first, second] == [CancelPull(each) for each in part_ids]
+    reply, is_lost = Header(KEY, 1, 1, header.grant), how == "silence"
+    assert posted == Post(P, Abort(reply, reason, False, is_lost))
+    assert len(others) == (how == "newer attempt")
+    assert pair.d.keys_of("r1")[0] == KEY
+    assert [each.request_id for each in pair.d.quarantined] == ["r1"]
+    before = leases(pair)
+    for number, part_id in enumerate(part_ids):
+        assert (leases(pair), pair.d.take_actions()) == (before, []), "a pull may still write"
+        match last:
+            case "pulled":
+                pair.d.pulled(part_id)
+            case "failed":
+                pair.d.pull_failed(part_id, fenced=True, reason="cancelled")
+            case "failed late":
+                pair.d.pull_failed(part_id, fenced=False, reason="again")
+                assert (leases(pair), pair.d.take_actions()) == (before, []), number
+                pair.d.pull_fenced(part_id)
+            case _:
+                pair.d.pull_fenced(part_id)
+    assert leases(pair) == before - 1 and pair.d.quarantined == []
+    assert pair.d.take_actions() == [Post(P, Abort(reply, reason, True, is_lost))]
+    assert pair.d_manager.match(PROMPT).num_tokens == 0
+
+
 def test_the_end_of_a_pull_that_is_not_open_changes_nothing() -> None:
     pair, (first, second) = pulling()
-    pair.d.pulled(first.part_id._replace(grant=9))
-    pair.d.pulled(first.part_id._replace(part=9))
-    pair.d.pulled(first.part_id._replace(key=AttemptKey("r9", 1)))
     pair.d.pulled(first.part_id)
     pair.d.pulled(first.part_id)
     pair.d.pull_failed(first.part_id, fenced=True, reason="it was lost")
@@ -63,6 +113,29 @@ def test_the_end_of_a_pull_that_is_not_open_changes_nothing() -> None:
     pair.d.abort(KEY, "cancelled")
     assert leases(pair) == 1, "the second pull is open"
     pair.d.pull_fenced(second.part_id)
+    assert leases(pair) == 0
+
+
+@pytest.mark.parametrize("other", [{"grant": 9}, {"part": 9}, {"key": AttemptKey("r1", 2)}])
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_the_end_of_a_pull_of_another_grant_or_attempt_changes_nothing(
+    other: dict, is_given_up: bool
+) -> None:
+    pair, pulls = pulling()
+    if is_given_up:
+        pair.d.abort(KEY, "cancelled")
+        pair.d.take_actions()
+    for pull in pulls:
+        unknown = pull.part_id._replace(**other)
+        pair.d.pulled(unknown)
+        for fenced in (False, True):
+            pair.d.pull_failed(unknown, fenced=fenced, reason="it was lost")
+        pair.d.pull_fenced(unknown)
+    assert pair.d.take_actions() == [] and leases(pair) == 1
+    pair.d.abort(KEY, "cancelled")
+    pair.d.pull_fenced(pulls[0].part_id)
+    assert leases(pair) == 1, "the other pull may still write"
+    pair.d.pull_fenced(pulls[1].part_id)
     assert leases(pair) == 0
 
 
@@ -155,6 +228,40 @@ def test_commit_bounds_how_long_parts_may_take() -> None:
     assert pair.posted(pair.d)[-1] == Renew(header, (0,)), "part 0 is missing"
     pair.d.tick(70.0)
     assert leases(pair) == 0
+
+
+@pytest.mark.parametrize("arrives", [None, 0, 1])
+def test_each_pull_has_its_own_time(arrives: int | None) -> None:
+    pair = Pair(handoff, num_groups=2)
+    header = Header(KEY, 1, 1, pair.granted().header.grant)
+    for group, now in enumerate((1.0, 4.0)):
+        pair.p.computed(KEY, len(PROMPT), group)
+        pair.d.tick(now)
+        for message in pair.posted(pair.p):
+            pair.d.receive(P, message)
+    pulls = pair.actions(pair.d, "Pull")
+    if arrives is not None:
+        pair.d.pulled(pulls[arrives].part_id)
+    late = 34.0 if arrives == 0 else 31.0
+    for now in [*range(5, int(late)), late - 0.1]:
+        pair.d.receive(P, Renew(header))
+        pair.d.tick(float(now))
+        assert len(pair.d.receiving) == 1, now
+    pair.d.receive(P, Renew(header))
+    pair.posted(pair.d)
+    pair.d.tick(late)
+    [abort] = pair.posted(pair.d)
+    assert abort == Abort(header, "receiving took too long", fenced=False)
+
+
+def test_a_heartbeat_follows_the_last_one_by_retry_s() -> None:
+    pair = Pair(handoff)
+    header = Header(KEY, 1, 1, pair.granted().header.grant)
+    sent = []
+    for tenth in range(1, 35):
+        pair.d.tick(tenth / 10)
+        sent += [(tenth, message) for message in pair.posted(pair.d)]
+    assert sent == [(tenth, Renew(header)) for tenth in (10, 20, 30)]
 
 
 def test_asking_again_is_a_sign_of_life() -> None:

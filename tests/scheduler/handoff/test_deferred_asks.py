@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler import DecodeScheduler, PrefillScheduler, Request
@@ -163,6 +164,45 @@ def test_an_older_attempt_is_not_deferred_beside_a_newer_one() -> None:
     deferred(d, "a")
     assert isinstance(ask(d, "b", attempt=2), Renew)
     assert ask(d, "b").reason == "a newer attempt has begun"
+
+
+def quarantined_beside_deferred() -> tuple[DecodeScheduler, Grant, Pull]:
+    """Attempt 1 of b, whose pull may still write, and attempt 2, which waits for the blocks of a."""
+    d = scheduler()
+    older = ask(d, "b")
+    d.receive("p0", Send(Header(AttemptKey("b", 1), 5, 1, older.header.grant), 0, 0, 3, 0))
+    [pull] = [each for each in actions(d) if isinstance(each, Pull)]
+    d.give_up(AttemptKey("b", 1), "cancelled")
+    actions(d)
+    granted = ask(d, "a")
+    assert isinstance(granted, Grant) and isinstance(ask(d, "b", attempt=2), Renew)
+    return d, granted, pull
+
+
+@pytest.mark.parametrize("how", ["given up", "aborted by P", "ABORT of a later one"])
+def test_the_end_of_another_attempt_leaves_the_deferred_one(how: str) -> None:
+    d, granted, _ = quarantined_beside_deferred()
+    attempt = 3 if how == "ABORT of a later one" else 1
+    if how == "given up":
+        d.give_up(AttemptKey("b", attempt), "late")
+    else:
+        d.receive("p0", Abort(Header(AttemptKey("b", attempt), 5), "late", fenced=False))
+    assert all(each.header.key.attempt == attempt for each in posted(d))
+    answers = arrive(d, granted)
+    assert [each.header.key for each in answers] == [("a", 1), ("b", 2)]
+    assert isinstance(answers[-1], Grant)
+
+
+def test_an_abort_of_a_request_ends_what_is_deferred_and_what_is_in_quarantine() -> None:
+    d, granted, pull = quarantined_beside_deferred()
+    assert d.abort("b")
+    [abort] = posted(d)
+    assert abort == Abort(Header(AttemptKey("b", 2), 1, 5), "aborted", fenced=True)
+    d.pull_fenced(pull.part_id)
+    [abort] = posted(d)
+    assert abort.header.key == ("b", 1) and abort.fenced
+    assert not d.abort("b")
+    assert [each.header.key.request_id for each in arrive(d, granted)] == ["a"]
 
 
 def test_a_deferred_ask_is_refused_when_d_drains() -> None:

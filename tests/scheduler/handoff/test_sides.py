@@ -87,14 +87,40 @@ def test_d_grants_what_it_lacks_after_the_load_from_the_host(ok: bool, first_blo
     assert isinstance(grant, Grant) and grant.first_block == first_block
 
 
-def test_d_gives_up_while_the_host_loads() -> None:
+@pytest.mark.parametrize("how", ["silence", "D drains", "ABORT", "restart of P", "too long"])
+def test_d_gives_up_while_the_host_loads(how: str) -> None:
     side = DecodeSide(with_host_copy(PROMPT[:4]), epoch=1, timing=Timing())
     manager = side._manager
     assert manager.tiers is not None
     side.receive(P, ask())
     [operation] = manager.tiers.take_operations()
-    side.tick(5.0)
+    match how:
+        case "silence":
+            side.tick(5.0)
+        case "D drains":
+            side.abort_receiving("other weights")
+        case "ABORT":
+            side.receive(P, Abort(Header(KEY, 1), "cancelled", fenced=False))
+        case "restart of P":
+            side.receive(P, Renew(Header(KEY, 2, 1)))
+        case _:
+            for now in range(1, 30):
+                side.receive(P, ask())
+                side.tick(float(now))
+            assert side.num_open == 1
+            side.receive(P, ask())
+            side.tick(30.0)
     assert side.num_open == 0
+    reasons = {
+        "silence": "the prefill node is silent",
+        "D drains": "other weights",
+        "ABORT": "cancelled",
+        "restart of P": "the prefill node restarted",
+        "too long": "loading took too long",
+    }
+    abort = posted(side)[-1]
+    assert isinstance(abort, Abort) and (abort.reason, abort.fenced) == (reasons[how], True)
+    assert abort.is_lost == (how == "silence")
     assert manager.stats().private_blocks == 4, "the copy still writes"
     manager.tiers.complete(operation.id, [True] * operation.num_blocks)
     manager.check()
