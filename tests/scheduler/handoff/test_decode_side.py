@@ -16,10 +16,12 @@ from radixkv.scheduler.handoff import (
     Commit,
     Header,
     Hits,
+    PartId,
     Post,
     Pull,
     Renew,
     Send,
+    Start,
     Stop,
 )
 
@@ -85,7 +87,7 @@ def test_blocks_are_held_until_nothing_writes_into_them(how: str, last: str) -> 
     assert len(others) == (how == "newer attempt")
     assert pair.d.keys_of("r1")[0] == KEY
     assert [each.request_id for each in pair.d.quarantined] == ["r1"]
-    before = leases(pair)
+    before, request = leases(pair), pair.d.quarantined[0]
     for number, part_id in enumerate(part_ids):
         assert (leases(pair), pair.d.take_actions()) == (before, []), "a pull may still write"
         match last:
@@ -100,6 +102,7 @@ def test_blocks_are_held_until_nothing_writes_into_them(how: str, last: str) -> 
             case _:
                 pair.d.pull_fenced(part_id)
     assert leases(pair) == before - 1 and pair.d.quarantined == []
+    assert request.lease is None
     assert pair.d.take_actions() == [Post(P, Abort(reply, reason, True, is_lost))]
     assert pair.d_manager.match(PROMPT).num_tokens == 0
 
@@ -297,3 +300,30 @@ def test_a_commit_that_cannot_be_true_ends_the_attempt(
     pair.d.receive(P, Commit(header, most + num_more, token, len(PROMPT), Hits()))
     assert [abort.reason for abort in pair.posted(pair.d)] == ([reason] if reason else [])
     assert leases(pair) == (reason == "")
+
+
+@pytest.mark.parametrize("position", [0, len(PROMPT) - 1, len(PROMPT), len(PROMPT) + 1])
+@pytest.mark.parametrize("num_sent", [0, 1, 2])
+@pytest.mark.parametrize("is_commit_first", [False, True])
+def test_d_starts_only_with_the_whole_prompt(
+    is_commit_first: bool, num_sent: int, position: int
+) -> None:
+    """A COMMIT may count fewer parts than the prompt needs, or have another position."""
+    pair = Pair(handoff)
+    header = Header(KEY, 1, 1, pair.granted().header.grant)
+    sends = [Send(header, part, 2 * part, 2, 0) for part in range(num_sent)]
+    commit = Commit(header, num_sent, 1, position, Hits())
+    for message in [commit, *sends] if is_commit_first else [*sends, commit]:
+        pair.d.receive(P, message)
+    taken = pair.d.take_actions()
+    for part in range(num_sent):
+        assert not any(isinstance(each, Start | Post) for each in taken)
+        pair.d.pulled(PartId(KEY, 1, 1, header.grant, part))
+        taken = pair.d.take_actions()
+    is_whole = num_sent == 2 and position == len(PROMPT)
+    reason = "the parts do not cover the prompt"
+    end = Ack(header) if is_whole else Abort(header, reason, fenced=True)
+    assert taken[0] == Post(P, end)
+    assert [type(each) for each in taken[1:]] == [Start] * is_whole
+    assert pair.d_manager.match(PROMPT).num_tokens == (6 if is_whole else 0)
+    assert leases(pair) == is_whole

@@ -167,7 +167,7 @@ def test_an_older_attempt_is_not_deferred_beside_a_newer_one() -> None:
 
 
 def quarantined_beside_deferred() -> tuple[DecodeScheduler, Grant, Pull]:
-    """Attempt 1 of b, whose pull may still write, and attempt 2, which waits for the blocks of a."""
+    """Attempt 1 of b, whose pull may still write, and attempt 2, which waits for a."""
     d = scheduler()
     older = ask(d, "b")
     d.receive("p0", Send(Header(AttemptKey("b", 1), 5, 1, older.header.grant), 0, 0, 3, 0))

@@ -183,7 +183,8 @@ def test_a_request_that_finds_no_room_in_the_end_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["aborted by P", "given up", "silence", "a newer attempt", "another epoch of P"]
+    "how",
+    ["aborted by P", "given up", "silence", "refused", "a newer attempt", "another epoch of P"],
 )
 def test_an_attempt_that_ends_fetches_no_more(how: str) -> None:
     check_cancelled(how)
@@ -205,6 +206,9 @@ def check_cancelled(how: str) -> None:
             d.give_up(key, "cancelled")
         case "silence":
             d.tick(5.0)
+        case "refused":
+            d.drain("other weights")
+            assert refusal(ask(d)) == ("draining", 0, 0)
         case "a newer attempt":
             assert isinstance(ask(d, prompt=[1], attempt=2), Grant)
         case _:
@@ -285,6 +289,7 @@ def test_a_preempted_request_is_reported_once_its_kv_is_saved() -> None:
     assert (report.key, request.status) == (("c", 1), RequestStatus.PREEMPTED)
     assert actions(d) == [], "it is reported once"
     d.abort("c")
+    assert d._offered == {}
     [failed] = actions(d)
     assert failed == DecodeFailed(AttemptKey("c", 1), "aborted")
     while d.has_work:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from radixkv.kvcache import CacheManager, CountError, HostConfig, OutOfBlocksError
+from radixkv.kvcache import (
+    CacheManager,
+    CountError,
+    HostConfig,
+    OutOfBlocksError,
+    RequestTooLargeError,
+    TokenError,
+)
 from radixkv.scheduler import Request, RequestError, StepOrderError, handoff
+from radixkv.scheduler.errors import RefusedError
 from radixkv.scheduler.gateway.node_reporter import NodeReporter
 from radixkv.scheduler.gateway.retries import Answer, Begin, Cancel, RequestRetrier
 from radixkv.scheduler.handoff import (
@@ -38,6 +47,7 @@ from radixkv.scheduler.handoff.gateway_messages import (
     FollowAttempt,
     Progress,
 )
+from radixkv.scheduler.handoff.messages import MAX_REASON_CHARS
 from radixkv.scheduler.request import TokenLogprob
 
 from .harness import KEY, ORDERS, PROMPT, D, P, Pair
@@ -166,6 +176,24 @@ def test_an_impossible_ask_is_refused_for_good(message: Ask, reason: str) -> Non
     [failed] = pair.actions(pair.p, "PrefillFailed")
     assert (failed.reason, failed.is_final) == (reason, True)
     assert pair.are_empty()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RequestError("no" * 600), ("malformed", 0, 0, "no" * (MAX_REASON_CHARS // 2))),
+        (TokenError("token 7"), ("malformed", 0, 0, "token 7")),
+        (OutOfBlocksError(5, 3), ("out of blocks", 5, 3, "")),
+        (RequestTooLargeError(17, 9, 8), ("too large", 9, 8, "")),
+        (RefusedError("others wait", 2, 1), ("others wait", 2, 1, "")),
+    ],
+)
+def test_p_hears_why_admission_fails(error: Exception, expected: tuple[str, int, int, str]) -> None:
+    side = DecodeSide(CacheManager(8, 2), epoch=3, timing=Timing(), admit=Mock(side_effect=error))
+    for _ in range(2):
+        side.receive(P, ask())
+        assert posted(side) == [Refuse(Header(KEY, 3, 1), *expected)]
+    assert side.num_known == 0 and side.keys_of("r1") == []
 
 
 def test_messages_of_another_version_change_nothing() -> None:
