@@ -230,6 +230,30 @@ def test_an_attempt_of_another_epoch_of_p_is_declined() -> None:
     assert answer.reason == "the attempt belongs to another epoch"
 
 
+@pytest.mark.parametrize("how", ["a newer attempt has begun", "cancelled", "other weights"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_each_d_that_was_asked_hears_that_p_gives_up(order: Order, how: str) -> None:
+    p = PrefillSide(CacheManager(8, 2), epoch=1, timing=Timing(), order=order)
+    p.begin(KEY, D, Request("r1", PROMPT, 4))
+    p.take_actions()
+    match how:
+        case "a newer attempt has begun":
+            p.begin(AttemptKey("r1", 2), "d1", Request("r1", PROMPT, 4))
+        case "cancelled":
+            p.abort(KEY, how)
+        case _:
+            p.abort_all(how)
+    first, *others = taken = p.take_actions()
+    abort = Post(D, Abort(Header(KEY, 1), how, fenced=False))
+    failed = PrefillFailed(KEY, how)
+    if order == "early":
+        assert [first, others[0]] == [abort, failed]
+    else:
+        assert first == failed and abort not in taken, "D was not asked"
+    asked = [each.peer for each in taken if isinstance(each, Post) and each != abort]
+    assert asked == ["d1"] * (order == "early" and how.startswith("a newer"))
+
+
 # Errors
 
 
@@ -476,6 +500,105 @@ def test_the_silence_of_d_begins_when_it_is_to_answer(order: Order) -> None:
         p.tick(50.0 + later_s * Timing().silence_s)
         ended = [each for each in p.take_actions() if isinstance(each, PrefillFailed)]
         assert [each.is_lost for each in ended] == failures
+
+
+@pytest.mark.parametrize("kind", ["Grant", "Renew", "Refuse", "Abort", "Ack"])
+@pytest.mark.parametrize("epoch", [4, 5, 6])
+def test_what_another_life_or_grant_of_d_says(epoch: int, kind: str) -> None:
+    """P declines what it would hold for nothing, and notes that D has restarted."""
+    pair = Pair(handoff, decode_epoch=5)
+    known = pair.granted().header
+    pair.p.take_actions()
+    header = Header(KEY, epoch, 1, known.grant + 1)
+    messages: dict[str, Message] = {
+        "Grant": Grant(header, 0, 2),
+        "Renew": Renew(header),
+        "Refuse": Refuse(header, "draining", 0, 0),
+        "Abort": Abort(header, "no", fenced=True),
+        "Ack": handoff.Ack(header),
+    }
+    pair.p.receive(D, messages[kind])
+    reason = {4: "", 5: "granted twice", 6: "the decode node restarted"}[epoch]
+    reply = Header(KEY, 1, epoch, header.grant)
+    declined = [Post(D, Abort(reply, reason, fenced=False))]
+    failed = [PrefillFailed(KEY, reason, is_lost=True)]
+    is_declined = reason and kind in ("Grant", "Renew")
+    assert pair.p.take_actions() == declined * bool(is_declined) + failed * (epoch == 6)
+    assert pair.p.num_open == (epoch < 6)
+
+
+def test_a_d_that_was_busy_and_has_granted_is_lost_if_it_is_silent() -> None:
+    p = PrefillSide(CacheManager(8, 2), epoch=1, timing=Timing(), order="prefill_complete")
+    p.begin(KEY, D, Request("r1", PROMPT, 4))
+    p.computed(KEY, len(PROMPT))
+    p.sampled(KEY, 1, Hits())
+    p.receive(D, Refuse(Header(KEY, 1, 1), "out of blocks", 9, 3))
+    p.receive(D, Grant(Header(KEY, 1, 1, 1), 0, 2))
+    p.take_actions()
+    p.tick(Timing().silence_s)
+    [failed] = [each for each in p.take_actions() if isinstance(each, PrefillFailed)]
+    reason = "no answer from the decode node while committed"
+    assert failed == PrefillFailed(KEY, reason, is_lost=True)
+
+
+@pytest.mark.parametrize("state", ["computing", "committed", "given up", "given up after COMMIT"])
+@pytest.mark.parametrize(
+    "how", ["ABORT", "fenced ABORT", "ACK", "RENEW", "withdrawn", "given up", "silence"]
+)
+def test_p_holds_its_blocks_until_nobody_reads_them(state: str, how: str) -> None:
+    pair = Pair(handoff)
+    header = pair.granted().header
+    pair.p.computed(KEY, len(PROMPT))
+    has_commit = state in ("committed", "given up after COMMIT")
+    if has_commit:
+        pair.p.sampled(KEY, 1, Hits())
+    is_withdrawn = state.startswith("given up")
+    if is_withdrawn:
+        pair.p.abort(KEY, "cancelled")
+    pair.p.take_actions()
+    match how:
+        case "ABORT" | "fenced ABORT":
+            pair.p.receive(D, Abort(header, "no", fenced=how == "fenced ABORT"))
+        case "ACK":
+            pair.p.receive(D, handoff.Ack(header))
+        case "RENEW":
+            pair.p.receive(D, Renew(header))
+        case "withdrawn":
+            pair.p.fenced(KEY)
+        case "given up":
+            pair.p.abort(KEY, "late")
+        case _:
+            pair.p.tick(1e9)
+    ends = how == "fenced ABORT" or (how, has_commit) == ("ACK", True)
+    ends = ends or (how == "withdrawn" and is_withdrawn)
+    assert (pair.p.num_open, pair.p_manager.stats().live_leases) == (not ends, not ends)
+    taken = pair.p.take_actions()
+    has_failed = how in ("ABORT", "fenced ABORT", "given up") or (how == "silence" and has_commit)
+    has_failed = has_failed and not is_withdrawn
+    assert sum(isinstance(each, PrefillFailed) for each in taken) == has_failed
+    withdrawn = [each for each in taken if isinstance(each, handoff.Withdraw)]
+    is_read = how == "ACK" and state == "committed"
+    assert withdrawn == [handoff.Withdraw(KEY, was_read=is_read)] * (has_failed or is_read)
+    pair.p_manager.check()
+
+
+@pytest.mark.parametrize(
+    ("missing", "sent"),
+    [((), []), ((1,), [1]), ((1, 0, 1), [0, 1]), ((-1, 2, 7, 0), [0]), ((-2, -1), [])],
+)
+def test_p_sends_each_part_that_d_misses_once(missing: tuple[int, ...], sent: list[int]) -> None:
+    pair = Pair(handoff)
+    header = pair.granted().header
+    for num_tokens in (4, len(PROMPT)):
+        pair.p.computed(KEY, num_tokens)
+    sends = [each for each in posted(pair.p) if isinstance(each, handoff.Send)]
+    assert len(sends) == 2
+    pair.p.receive(D, Renew(header, missing))
+    assert posted(pair.p) == [], "COMMIT tells D how many there are"
+    pair.p.sampled(KEY, 1, Hits())
+    posted(pair.p)
+    pair.p.receive(D, Renew(header, missing))
+    assert posted(pair.p) == [sends[part] for part in sent]
 
 
 def test_p_has_not_lost_a_busy_d_nor_one_that_gives_up() -> None:
