@@ -385,7 +385,7 @@ class PrefillSide:
             self._actions.append(Withdraw(attempt.header.key, was_read=True))
         self._move(attempt, PrefillState.GONE)
         del self._attempts[attempt.header.key]
-        if attempt.num_computed and attempt.lease.loading is None:
+        if attempt.num_computed:
             self._manager.publish(attempt.lease, attempt.tokens[: attempt.num_computed])
         self._manager.release(attempt.lease)
 

@@ -20,6 +20,18 @@ def test_what_is_received_takes_a_slot() -> None:
     assert refusal(ask(d, "c")) == ("out of slots", 3, 2)
 
 
+def test_an_attempt_whose_pulls_may_still_write_takes_no_slot() -> None:
+    d = scheduler(max_running=1)
+    granted = ask(d, "a")
+    d.receive("p0", Send(Header(AttemptKey("a", 1), 5, 1, granted.header.grant), 0, 0, 2, 0))
+    assert refusal(ask(d, "b")) == ("out of slots", 2, 1)
+    d.give_up(AttemptKey("a", 1), "cancelled")
+    actions(d)
+    assert (d.num_receiving, d.num_open) == (1, 1)
+    assert isinstance(ask(d, "b"), Grant)
+    assert (d.num_receiving, d.num_open) == (2, 2)
+
+
 def test_blocks_are_kept_for_what_is_received_and_runs() -> None:
     for reserve, kept in ((0, 1), (4, 3), (None, 6)):
         check_reservation(reserve, kept)

@@ -215,6 +215,18 @@ def test_ack_is_sent_when_decoding_starts_and_repeated_while_remembered() -> Non
     assert abort == Abort(ack.header, "nothing is granted", fenced=True)
 
 
+def test_nothing_is_kept_of_attempts_that_are_forgotten() -> None:
+    pair = Pair(handoff)
+    for attempt in (1, 2):
+        pair.d.receive(P, pair.begin(attempt))
+    pair.d.abort(AttemptKey("r1", 2), "cancelled")
+    pair.d.tick(59.9)
+    attempts = pair.d._attempts
+    assert [each.header.key.attempt for each in attempts.of("r1")] == [1, 2]
+    pair.d.tick(60.0)
+    assert (attempts._by_request, attempts._open, attempts._ended) == ({}, {}, {})
+
+
 def test_commit_bounds_how_long_parts_may_take() -> None:
     pair = Pair(handoff)
     header = Header(KEY, 1, 1, pair.granted().header.grant)

@@ -204,6 +204,31 @@ def test_the_cache_is_reset_when_nobody_reads_it() -> None:
     assert [each.header.key.request_id for each in posted(p, Ask)] == ["b"]
 
 
+@pytest.mark.parametrize("how", ["resume", "reset_cache"])
+def test_what_waits_is_admitted_after_a_drain_and_not_before(how: str) -> None:
+    """A drain during a step gives up what the step computes, at its end."""
+    p = scheduler()
+    p.begin(request(), "d0")
+    step(p)
+    grant(p)
+    plan = p.schedule()
+    p.drain("other weights")
+    p.begin(request("b", [1, 2, 3]), "d0")
+    actions(p)
+    p.update(plan, [1])
+    assert [each for each in actions(p) if isinstance(each, PrefillFailed)] == [
+        PrefillFailed(AttemptKey("a", 1), "other weights")
+    ]
+    p.fenced(AttemptKey("a", 1))
+    for _ in range(2):
+        assert step(p) == [] and posted(p, Ask) == []
+    assert p.num_open == 0 and [each.request_id for each in p.waiting] == ["b"]
+    p.resume() if how == "resume" else p.reset_cache()
+    assert p.manager.match(PROMPT).num_tokens == (4 if how == "resume" else 0)
+    step(p)
+    assert [each.header.key for each in posted(p, Ask)] == [("b", 1)]
+
+
 # Several peers
 
 

@@ -601,6 +601,48 @@ def test_p_sends_each_part_that_d_misses_once(missing: tuple[int, ...], sent: li
     assert posted(pair.p) == [sends[part] for part in sent]
 
 
+@pytest.mark.parametrize("first_block", [-1, 0, 1, 3, 4, 5])
+def test_p_sends_the_blocks_that_d_lacks_and_declines_what_is_impossible(first_block: int) -> None:
+    p = PrefillSide(CacheManager(8, 2), epoch=1, timing=Timing(), order="prefill_complete")
+    p.begin(KEY, D, Request("r1", PROMPT, 4))
+    p.computed(KEY, len(PROMPT))
+    p.sampled(KEY, 1, Hits())
+    p.take_actions()
+    header = Header(KEY, 1, 1, 3)
+    p.receive(D, Grant(header, first_block, 2))
+    sent = posted(p)
+    if 0 <= first_block <= 4:
+        num_parts = int(first_block < 4)
+        parts = [handoff.Send(header, 0, first_block, 4 - first_block, 0)] * num_parts
+        commit = handoff.Commit(header, num_parts, 1, len(PROMPT), Hits())
+        assert sent == [*parts, commit]
+    else:
+        [abort] = sent
+        text = f"granted from block {first_block} of 2 tokens on, of a prompt of 7 in blocks of 2"
+        assert abort == Abort(header, text, fenced=False) and p.num_open == 0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_blocks_that_another_has_published_are_freed_unless_d_reads_them(
+    num_groups: int, order: Order
+) -> None:
+    manager = CacheManager(8, 2)
+    p = PrefillSide(manager, epoch=1, timing=Timing(), num_groups=num_groups, order=order)
+    keys = [KEY, AttemptKey("r2", 1)]
+    for key in keys:
+        p.begin(key, D, Request(key.request_id, PROMPT, 4))
+        if order == "early":
+            p.receive(D, Grant(Header(key, 1, 1, 1), 0, 2))
+    for key in keys:
+        for group in range(num_groups):
+            p.computed(key, 6, group)
+    offered = [each for each in p.take_actions() if isinstance(each, handoff.Offer)]
+    assert len(offered) == (2 * num_groups if order == "early" else 0)
+    is_read = order == "early" and num_groups > 1  # the first group was offered before
+    assert manager.stats().free_blocks == (0 if is_read else 3)
+
+
 def test_p_has_not_lost_a_busy_d_nor_one_that_gives_up() -> None:
     pair = Pair(handoff)
     pair.d.receive(P, pair.begin())
