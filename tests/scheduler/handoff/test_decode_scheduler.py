@@ -49,6 +49,7 @@ def test_it_decodes_with_what_commit_said() -> None:
     assert isinstance(started, Started) and started.num_cached_tokens == 0
     request = started.request
     assert request.output_tokens == [9] and request.sampling == sampling
+    assert request.stop_token_ids == request.late_token_ids == {2}
     hits = request.num_hit_tokens, request.num_host_hit_tokens, request.num_storage_hit_tokens
     assert hits == (1, 2, 0), "as P counted them"
     assert step(d) == [("a", 4, 1)]

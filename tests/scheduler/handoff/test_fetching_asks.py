@@ -10,7 +10,7 @@ import pytest
 from radixkv.kvcache import CacheManager, HostConfig
 from radixkv.kvcache.storage import StorageNamespace
 from radixkv.kvcache.tiers.operations import Operation, OpKind
-from radixkv.scheduler import DecodeScheduler
+from radixkv.scheduler import DecodeScheduler, PrefillScheduler
 from radixkv.scheduler.handoff import (
     Abort,
     Ask,
@@ -237,6 +237,24 @@ def test_a_reset_in_between_drops_what_was_fetched() -> None:
     assert tiers is not None and not tiers.complete(fetch.id, [True, True])
     assert d.manager.match(np.array(PROMPT, np.int32)).num_host_blocks == 0
     d.manager.check()
+
+
+@pytest.mark.parametrize("kind", [DecodeScheduler, PrefillScheduler])
+@pytest.mark.parametrize("revision", ["", "other"])
+def test_a_reset_keeps_some_namespaces_and_renames_the_weights(
+    kind: type[DecodeScheduler | PrefillScheduler], revision: str
+) -> None:
+    manager = CacheManager(16, 2, host=HostConfig(16), storage=NAMESPACE)
+    node = kind(manager, epoch=1, timing=TIMING, token_budget=8, max_running=4)
+    prompt = np.array(PROMPT, np.int32)
+    for namespace in (b"a", b"b"):
+        lease = manager.admit(manager.match(prompt, namespace))
+        manager.publish(lease, prompt)
+        manager.release(lease)
+    node.reset_cache([b"b"], revision)
+    assert [manager.match(prompt, each).num_tokens for each in (b"a", b"b")] == [0, 4]
+    assert manager.tiers is not None and manager.tiers.storage is not None
+    assert manager.tiers.storage.weights_revision == (revision or NAMESPACE.weights_revision)
 
 
 def test_an_ask_that_waits_is_refused_when_d_drains() -> None:
