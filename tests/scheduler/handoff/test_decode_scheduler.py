@@ -68,7 +68,13 @@ def test_it_records_log_probabilities_as_commit_did() -> None:
     request = started.request
     assert (request.logprobs, request.output_logprobs) == (1, [first])
     plan = d.schedule()
-    d.update(plan, [1], lambda: request.output_logprobs.append(last))
+
+    def append_logprobs() -> None:
+        assert request.output_tokens == [9, 1], "a record follows its token"
+        assert actions(d) == [], "the request is reported with its last record"
+        request.output_logprobs.append(last)
+
+    d.update(plan, [1], append_logprobs)
     [finished] = actions(d)
     assert finished.request.output_logprobs == [first, last]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
-from radixkv.scheduler.handoff import AttemptKey, PartId, Pull, Sent
+from radixkv.scheduler.handoff import AttemptKey, CancelPull, PartId, Pull, Sent
 from radixkv.scheduler.nodes.kv_receiver import KVReceiver
-from radixkv.scheduler.nodes.transport import Received
+from radixkv.scheduler.nodes.transport import Fault, PullFailed, Received
 
 TICKET = PartId(AttemptKey("a", 1), 1, 1, 1, 0)
 
@@ -47,3 +48,18 @@ def test_staging_memory_is_released_while_steps_overlap() -> None:
     for num_ended, expected in ((3, 0), (4, 0), (5, 2), (6, 2), (7, 3), (8, 3)):
         receiver.release_written(num_ended)
         assert released == parts[:expected], f"after {num_ended} steps"
+
+
+def test_a_pull_expects_the_blocks_of_the_sender_and_ends_with_an_event() -> None:
+    kv, transport, info = Mock(), Mock(), Mock()
+    receiver = KVReceiver(kv, transport, timeout_s=1.5)
+    receiver.pull(Pull("p", TICKET, (3, 1), 1, 4, Sent(5, 8, 3)), info)
+    kv.describe.assert_called_once_with(5, 1, 4, 8)
+    expected = kv.describe.return_value
+    transport.pull.assert_called_once_with(TICKET, info, expected, timeout_s=1.5)
+    receiver.cancel(CancelPull(TICKET))
+    transport.cancel.assert_called_once_with(TICKET)
+    assert TICKET in receiver._pulls, "it may still arrive"
+    receiver.failed(PullFailed(TICKET, Fault.MISMATCH, "no"))
+    assert receiver._pulls == {} and not receiver._written
+    kv.write.assert_not_called()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -103,6 +104,17 @@ def test_a_part_withdrawn_while_waiting_is_not_copied() -> None:
     assert node.sent == [("a", 0)]
     assert node.sender.num_bytes == 0
     assert node.transport.stats().offers == 0
+    kept = node.sender._offers, node.sender._waiting_sends, node.sender._copy_bytes
+    assert kept == ({}, {}, {}) and node.sender._uncopied == []
+
+
+@pytest.mark.parametrize("was_read", [False, True])
+def test_the_transport_hears_whether_the_offers_were_read(was_read: bool) -> None:
+    transport = Mock(copies_offers=False)
+    sender = KVSender(Blocks(), transport, max_bytes=MAX_BYTES)
+    for _ in range(2):  # also if nothing was offered
+        sender.withdraw(Withdraw(AttemptKey("a", 1), was_read=was_read))
+        transport.withdraw.assert_called_with(AttemptKey("a", 1), was_read=was_read)
 
 
 def test_copies_are_freed_when_a_copying_transport_serves_them() -> None:
