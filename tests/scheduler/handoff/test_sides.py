@@ -18,7 +18,7 @@ from radixkv.kvcache import (
     TokenError,
 )
 from radixkv.scheduler import Request, RequestError, StepOrderError, handoff
-from radixkv.scheduler.errors import RefusedError
+from radixkv.scheduler.errors import RefusalReason, RefusedError
 from radixkv.scheduler.gateway.node_reporter import NodeReporter
 from radixkv.scheduler.gateway.retries import Answer, Begin, Cancel, RequestRetrier
 from radixkv.scheduler.handoff import (
@@ -188,7 +188,9 @@ def test_an_impossible_ask_is_refused_for_good(message: Ask, reason: str) -> Non
         (RefusedError("others wait", 2, 1), ("others wait", 2, 1, "")),
     ],
 )
-def test_p_hears_why_admission_fails(error: Exception, expected: tuple[str, int, int, str]) -> None:
+def test_p_hears_why_admission_fails(
+    error: Exception, expected: tuple[RefusalReason, int, int, str]
+) -> None:
     side = DecodeSide(CacheManager(8, 2), epoch=3, timing=Timing(), admit=Mock(side_effect=error))
     for _ in range(2):
         side.receive(P, ask())
