@@ -17,7 +17,7 @@ from ...spec.adapters.tiers import Copy
 from ...spec.harness.engine import Config
 from .. import handoff as own_handoff
 from .scheduler_adapter import MixedAdapter
-from .tiers.adapter import KINDS
+from .tiers.copies import take_copies
 
 
 class TieredMixedAdapter(MixedAdapter):
@@ -40,16 +40,7 @@ class TieredMixedAdapter(MixedAdapter):
     def take(self) -> list[Copy]:
         """Take the queued operations."""
         self.tiers.take_used()
-        return [
-            Copy(
-                int(each.id),
-                KINDS[each.kind.value],
-                tuple(each.sources.tolist()),
-                tuple(each.destinations.tolist()),
-                each.keys,
-            )
-            for each in self.tiers.take_operations()
-        ]
+        return take_copies(self.tiers)
 
     def take_cancelled(self) -> list[int]:
         """Take the ids of cancelled operations."""

@@ -16,7 +16,8 @@ from radixkv.kvcache.stats import TierStats
 from radixkv.kvcache.tiers import storage_recency
 from radixkv.scheduler.fuzz.cache_adapter import CacheAdapter
 from radixkv.scheduler.fuzz.tiered_scheduler_adapter import TieredMixedAdapter
-from radixkv.scheduler.fuzz.tiers.adapter import KINDS, TierAdapter, make_cost_factory
+from radixkv.scheduler.fuzz.tiers.adapter import TierAdapter, make_cost_factory
+from radixkv.scheduler.fuzz.tiers.copies import KINDS
 from radixkv.scheduler.fuzz.tiers.snapshot import snapshot_of
 from radixkv.spec.adapters.tiers import Copy, TierEvents, TierSnapshot
 from radixkv.spec.harness.tiers.configuration import window_of

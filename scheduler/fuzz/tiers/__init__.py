@@ -1,1 +1,1 @@
-"""Adapter of our cache manager with tiers, and its events, snapshots and wrong calls."""
+"""Adapter of our cache manager with tiers: its operations, events, snapshots and wrong calls."""

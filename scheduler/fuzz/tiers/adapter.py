@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import numpy as np
 
 from .... import kvcache as own_kvcache
 from ....spec.adapters.cache import Events
-from ....spec.adapters.tiers import Copy, CopyKind, TierEvents, TierFactory, TierSnapshot
+from ....spec.adapters.tiers import Copy, TierEvents, TierFactory, TierSnapshot
 from ....spec.harness.cost_world import CostFactory
 from ....spec.harness.engine import Config
 from ....spec.harness.tiers.configuration import window_of
@@ -19,19 +19,10 @@ from ....spec.rules.tiers import T5
 from ..cache_adapter import CacheAdapter
 from ..lent_tokens import Lent, lending
 from ..misuse import make
+from .copies import take_copies
 from .events import report_events
 from .misuse import storage_of, wrong_calls
 from .snapshot import snapshot_of
-
-KINDS: Final[dict[str, CopyKind]] = {
-    "device to host": "out",
-    "host to device": "in",
-    "host to storage": "store",
-    "storage to host": "fetch",
-    "look up in storage": "lookup",
-    "device to device": "fork",
-}
-"""Kinds of operations in the specification, by the value of ours."""
 
 
 def make_factory(kvcache: ModuleType | None = None) -> TierFactory:
@@ -213,16 +204,7 @@ class TierAdapter(CacheAdapter):
 
     def take(self) -> list[Copy]:
         """Take the queued operations."""
-        return [
-            Copy(
-                int(each.id),
-                KINDS[each.kind.value],
-                tuple(each.sources.tolist()),
-                tuple(each.destinations.tolist()),
-                each.keys,
-            )
-            for each in self.tiers.take_operations()
-        ]
+        return take_copies(self.tiers)
 
     def used(self) -> list[bytes]:
         """Take the keys whose use is to be reported to storage."""
