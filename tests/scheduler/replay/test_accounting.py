@@ -18,6 +18,7 @@ class Naive:
 
     Attributes:
         cursor: next position that is computed; None while it has no blocks.
+        prefill_end: number of its tokens when it was admitted, up to which it does not decode.
     """
 
     def __init__(self, accounts: NodeAccounts, hits: tuple[int, int, int]) -> None:
@@ -26,6 +27,7 @@ class Naive:
         self.request.num_hit_tokens, self.request.num_host_hit_tokens = hits[:2]
         self.request.num_storage_hit_tokens = hits[2]
         self.cursor: int | None = None
+        self.prefill_end = 0
         self.had_kv: set[int] = set()
         self.recomputed = self.preemptions = 0
         self.first_token_s: float | None = None
@@ -35,9 +37,9 @@ class Naive:
         """Compute up to length tokens, from start on if the request has just been admitted."""
         self.now_s += 1.0
         last, plan = self.request.num_tokens - 1, StepPlan()
-        decodes = self.cursor == last and bool(self.request.output_tokens)
+        decodes = self.cursor == last and last >= self.prefill_end
         if self.cursor is None:
-            self.cursor = min(start, last)
+            self.cursor, self.prefill_end = min(start, last), self.request.num_tokens
             self.had_kv |= {*range(self.cursor)}
         end = min(self.cursor + length, last + 1)
         if not decodes:  # a decode row computes what was never lost
@@ -62,6 +64,7 @@ class Naive:
     calls=st.lists(st.none() | st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=20),
 )
 @example(hits=(0, 0, 0), calls=[(0, 5), None, (0, 2), None, (0, 5), (0, 5)])
+@example(hits=(0, 0, 0), calls=[(0, 4), (0, 5), (0, 1), None, (5, 5), (0, 1), None])
 def test_accounts_of_a_request_are_those_of_its_positions(
     hits: tuple[int, int, int], calls: list[tuple[int, int] | None]
 ) -> None:
