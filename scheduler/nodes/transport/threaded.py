@@ -22,7 +22,6 @@ from ...handoff.messages import AttemptKey, PartId
 from .base import (
     Event,
     Fault,
-    OfferFailed,
     PullFailed,
     Received,
     Transport,
@@ -192,8 +191,6 @@ class ThreadedTransport(Transport):
                 del self._pulling[event.part_id]
             case PullFailed():
                 del self._pulling[event.part_id]
-            case OfferFailed():
-                self._offered.discard(event.part_id)
             case Withdrawn():
                 self._offered = {each for each in self._offered if each.key != event.key}
         return event

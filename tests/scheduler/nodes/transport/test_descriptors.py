@@ -15,9 +15,9 @@ from radixkv.scheduler.nodes.transport import (
     describe,
 )
 from radixkv.scheduler.nodes.transport.descriptors import (
-    _ITEM_BYTES,
     ArraySpec,
     digest_arrays,
+    digest_namespace,
     make_digest_key,
 )
 
@@ -42,15 +42,25 @@ def test_a_descriptor_describes_the_arrays() -> None:
     assert described != other
 
 
-@pytest.mark.parametrize("name", _ITEM_BYTES)
-def test_item_sizes_are_those_of_the_dtypes(name: str) -> None:
-    assert jnp.dtype(name).itemsize == _ITEM_BYTES[name]
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bfloat16", "float16", "float32", "float64"),
+        *("float8_e4m3fn", "float8_e5m2", "int8", "int32", "uint8"),
+    ],
+)
+def test_arrays_of_each_dtype_of_a_pool_are_described(name: str) -> None:
+    array = np.zeros((2, 3), jnp.dtype(name))
+    described = describe([array], num_blocks=1)
+    assert described.arrays == (ArraySpec((2, 3), name),)
+    assert described.num_bytes == array.nbytes
 
 
 @pytest.mark.parametrize(
     ("array", "message"),
     [
         (np.zeros((2, 0), np.int8), r"^an array of shape \(2, 0\) cannot be sent$"),
+        (np.zeros((0, 2), np.int8), r"^an array of shape \(0, 2\) cannot be sent$"),
         (np.zeros((), np.int8), r"^an array of shape \(\) cannot be sent$"),
         (np.zeros(2, np.complex64), "^arrays of complex64 cannot be sent$"),
     ],
@@ -66,8 +76,22 @@ def test_a_part_without_content_is_refused() -> None:
         Descriptor((), 1, 0, bytes(16))
     with pytest.raises(TransportArgumentError, match=r"got 1 arrays, 0 blocks and group 0$"):
         Descriptor(one, 0, 0, bytes(16))
-    with pytest.raises(TransportArgumentError, match=r"^a namespace digest has 16 bytes, got 3$"):
-        Descriptor(one, 1, 0, b"abc")
+    with pytest.raises(TransportArgumentError, match=r"got 1 arrays, 1 blocks and group -1$"):
+        Descriptor(one, 1, -1, bytes(16))
+    for size in (3, 15, 17):
+        reason = f"^a namespace digest has 16 bytes, got {size}$"
+        with pytest.raises(TransportArgumentError, match=reason):
+            Descriptor(one, 1, 0, bytes(size))
+
+
+@given(st.binary(max_size=200), st.integers(0, 199), st.integers(1, 255))
+def test_every_byte_of_a_namespace_counts(namespace: bytes, place: int, change: int) -> None:
+    longer = digest_namespace(namespace + b"\0")
+    assert len(longer) == 16 and longer != digest_namespace(namespace)
+    if place < len(namespace):
+        changed = bytearray(namespace)
+        changed[place] ^= change
+        assert digest_namespace(bytes(changed)) != digest_namespace(namespace)
 
 
 def test_digests_are_of_the_bytes_and_of_each_array() -> None:

@@ -51,6 +51,15 @@ def test_an_offer_that_was_withdrawn_before_it_was_polled_is_not_reported(pair: 
     assert [type(event).__name__ for event in pair.prefill.poll()] == ["Withdrawn"]
 
 
+def test_a_closed_node_serves_nothing(pair: Pair) -> None:
+    infos = [offer(pair.prefill, part) for part in range(2)]
+    pair.prefill.close()
+    assert pair.prefill.stats().offers == 0
+    for info in infos:
+        pair.decode.pull(info.part_id, info, info.descriptor, timeout_s=LATE_S)
+        assert wait(pair.decode, PullFailed).fault is Fault.EXPIRED
+
+
 def test_another_exchange_serves_nothing(pair: Pair) -> None:
     info = offer(pair.prefill)
     stranger = InProcessTransport(InProcessExchange())

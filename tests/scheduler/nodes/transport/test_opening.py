@@ -15,8 +15,10 @@ from radixkv.scheduler.nodes.transport import (
     describe,
     jax_engine,
     nixl_agent,
+    nixl_engine,
     open_transport,
     registry,
+    storage_engine,
 )
 from radixkv.scheduler.nodes.transport.descriptors import make_digest_key
 from radixkv.scheduler.nodes.transport.jax_engine import JaxEngine
@@ -61,6 +63,56 @@ def test_missing_nixl_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         match=r"^NIXL is not installed: pip install --no-deps nixl-cu13, or nixl-cu12$",
     ):
         open_transport("nixl")
+
+
+@pytest.mark.parametrize(
+    ("host", "devices"), [("127.0.0.1", "lo"), ("::1", "lo"), ("192.0.2.77", None)]
+)
+@pytest.mark.parametrize("staging_bytes", [None, 4096])
+def test_an_engine_gets_what_it_is_opened_with(
+    monkeypatch: pytest.MonkeyPatch, host: str, devices: str | None, staging_bytes: int | None
+) -> None:
+    opened: list[object] = []
+
+    def open_engine(*arguments: object, **named: object) -> None:
+        opened.append((*arguments, named))
+        raise TransportUnavailableError("not here")
+
+    monkeypatch.setattr(jax_engine, "JaxEngine", open_engine)
+    monkeypatch.setattr(nixl_engine, "NixlEngine", open_engine)
+    monkeypatch.setattr(storage_engine, "open_storage_engine", open_engine)
+    given = {} if staging_bytes is None else {"staging_bytes": staging_bytes}
+    for name in registry.PROCESS_TRANSPORTS:
+        with pytest.raises(TransportUnavailableError, match=r"^not here$"):
+            open_transport(name, host=host, storage="redis://h:1", **given)
+    size = staging_bytes or 256 << 20
+    assert opened == [(host, {}), (size, {"devices": devices}), ("redis://h:1", size, {})]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        *[("127.0.0.1:1", True), ("[::1]:65535", True), ("127.0.0.1:65536", False)],
+        *[("127.0.0.1:0", False), ("127.0.0.1:", False), ("127.0.0.1", False), (":1", False)],
+        *[("127.0.0.1:-1", False), ("127.0.0.1:\u0661", False), ("host:1", False), ("", False)],
+    ],
+)
+def test_the_address_of_a_server_is_a_number_and_a_port(text: str, *, is_one: bool) -> None:
+    assert jax_engine._is_address(text) is is_one
+
+
+@pytest.mark.parametrize("given", [None, "eth7"])
+@pytest.mark.parametrize("devices", [None, "lo"])
+def test_ucx_listens_at_the_devices_of_its_environment_first(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, devices: str | None
+) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", given or "")  # so that it is restored
+    if given is None:
+        monkeypatch.delenv("UCX_NET_DEVICES")
+    for step in ("_start", "_test"):
+        monkeypatch.setattr(nixl_agent.NixlAgent, step, lambda *_: None)
+    nixl_agent.NixlAgent(1 << 12, devices=devices)
+    assert os.environ.get("UCX_NET_DEVICES") == (given or devices)
 
 
 @pytest.mark.parametrize("route", [b"", b"12345678", b"12345678nowhere", b"12345678host:1"])

@@ -30,7 +30,10 @@ def test_slots_do_not_overlap_and_come_back_whole(sizes: list[int], random) -> N
     held: list[Slot] = []
     for size in sizes:
         if size == 0 and held:
-            pool.free(held.pop(random.randrange(len(held))))
+            freed = held.pop(random.randrange(len(held)))
+            pool.free(freed)
+            with pytest.raises(AssertionError, match="is free already"):
+                pool.free(freed)
         elif size and (slot := pool.allocate(size)) is not None:
             assert slot.num_bytes >= size
             assert slot.start % 64 == 0
@@ -57,16 +60,40 @@ def test_a_part_larger_than_the_pool_is_refused() -> None:
         pool.free(slot)
 
 
-def test_arrays_come_out_as_they_went_in_and_cannot_be_changed() -> None:
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=6))
+def test_arrays_come_out_as_they_went_in_and_cannot_be_changed(sizes: list[int]) -> None:
+    """Each lies at its aligned place in the slot, and nothing else is written."""
+    written = [np.full(size, number, np.uint8) for number, size in enumerate(sizes, 1)]
+    specs = [ArraySpec(array.shape, str(array.dtype)) for array in written]
+    pool = StagingPool(128 + slot_bytes(specs))
+    before, slot = pool.allocate(64), pool.allocate(slot_bytes(specs))
+    assert before is not None and slot is not None
+    pool.write(slot, written)
+    views = pool.views(slot, specs)
+    assert equal(views, written)
+    assert all(np.shares_memory(view, pool.memory) and not view.flags.writeable for view in views)
+    expected, start = np.zeros_like(pool.memory), slot.start
+    for array in written:
+        expected[start : start + len(array)] = array
+        start += -(-len(array) // 64) * 64
+    assert np.array_equal(pool.memory, expected)
+
+
+def test_arrays_of_a_model_come_out_as_they_went_in() -> None:
     written = arrays()
     specs = [ArraySpec(tuple(array.shape), str(array.dtype)) for array in written]
     pool = StagingPool(slot_bytes(specs))
     slot = pool.allocate(slot_bytes(specs))
     assert slot is not None
     pool.write(slot, written)
-    views = pool.views(slot, specs)
-    assert equal(views, written)
-    assert all(np.shares_memory(view, pool.memory) and not view.flags.writeable for view in views)
+    assert equal(pool.views(slot, specs), written)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4095, 4096, 1 << 16, 1 << 20])
+def test_the_memory_begins_with_a_page(num_bytes: int) -> None:
+    memory = StagingPool(num_bytes).memory
+    assert (memory.ctypes.data % 4096, memory.nbytes) == (0, num_bytes)
+    assert not memory.any()
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.integers(1, 500))

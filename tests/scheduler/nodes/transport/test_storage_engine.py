@@ -176,9 +176,13 @@ def test_a_part_that_storage_does_not_take_ends_the_attempt(pair: Pair, shared: 
     pair.prefill.offer(part_id(), given, describe(given, num_blocks=3), ttl_s=LATE_S)
     failed = wait(pair.prefill, OfferFailed)
     assert failed.reason == "TransportError: storage has not taken the part: failed"
+    shared.error = None
+    with pytest.raises(TransportArgumentError, match=r"is already offered$"):
+        offer(pair.prefill)  # the memory of the first may still be in use
     pair.prefill.withdraw(KEY)
     wait(pair.prefill, Withdrawn)
     assert pair.prefill.stats().offers == 0
+    offer(pair.prefill)
 
 
 def test_a_damaged_value_is_not_received(pair: Pair, shared: Shared) -> None:

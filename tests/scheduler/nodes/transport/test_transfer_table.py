@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -87,15 +88,25 @@ class ScriptedPull(EnginePull):
         self.state = "abandoned"
 
 
+class Clock:
+    """The clock of a table, which stands still."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 class Engine:
     """An engine with one pull."""
 
     room, maintain_every_s = "room", None
 
-    def __init__(self, pull: ScriptedPull) -> None:
+    def __init__(self, pull: ScriptedPull | None) -> None:
         self._pull = pull
 
-    def pull(self, *arguments: object) -> ScriptedPull:
+    def pull(self, *arguments: object) -> ScriptedPull | None:
         return self._pull
 
 
@@ -134,7 +145,7 @@ def check(steps: Sequence[Step], module: ModuleType = transfer_table) -> None:
         assert pull.state == ("abandoned" if is_failed else "running")
     if expected == [Received]:
         table.release(PART)
-        assert pull.state == "free"
+        assert pull.state == "free" and not table._received
 
 
 def outcome(event: Event) -> object:
@@ -179,7 +190,8 @@ class ScriptedOffer(EngineOffer):
 class OfferingEngine:
     """An engine that serves whatever it is asked to."""
 
-    name, maintain_every_s = "x", None
+    name = "x"
+    maintain_every_s: float | None = None
 
     def __init__(self) -> None:
         self.offers: list[ScriptedOffer] = []
@@ -188,6 +200,9 @@ class OfferingEngine:
         self.offers.append(ScriptedOffer())
         return self.offers[-1]
 
+    def maintain(self) -> None:
+        """Nothing is in quarantine."""
+
 
 OFFERS: Final = [PART._replace(key=AttemptKey(name, 1), part=n) for name in "ab" for n in range(2)]
 
@@ -195,7 +210,9 @@ OFFERS: Final = [PART._replace(key=AttemptKey(name, 1), part=n) for name in "ab"
 @given(
     st.lists(
         st.sampled_from(OFFERS).flatmap(
-            lambda part: st.tuples(st.just(part), st.sampled_from(["read", "free", "withdrawn"]))
+            lambda part: st.tuples(
+                st.just(part), st.sampled_from(["read", "free", "withdrawn", "acknowledged"])
+            )
         ),
         max_size=12,
     )
@@ -212,6 +229,7 @@ def test_an_attempt_is_withdrawn_once_nobody_can_read_any_of_its_parts(
     assert [type(each) for each in table.take_events()] == [Offered] * len(OFFERS)
     offers = dict(zip(OFFERS, engine.offers, strict=True))
     withdrawn: dict[AttemptKey, bool] = {}  # and whether that was reported
+    told: dict[PartId, bool] = {}  # whether the engine may think that it was read
     for part, what in steps:
         match what:
             case "read":
@@ -219,13 +237,17 @@ def test_an_attempt_is_withdrawn_once_nobody_can_read_any_of_its_parts(
             case "free":
                 offers[part].is_free = True
             case _ if part.key not in withdrawn:
-                table.withdraw(part.key, was_read=False)
+                table.withdraw(part.key, was_read=what == "acknowledged")
                 withdrawn[part.key] = False
+                for each in OFFERS:
+                    if each.key == part.key:
+                        told.setdefault(each, what == "acknowledged")
+        told.update({each: True for each in OFFERS if offers[each].is_read and each not in told})
         table.step()
         table.step()  # what the first one withdraws may be free at once
         kept = {each for each, offer in offers.items() if offer.told is None or not offer.is_free}
         for each, offer in offers.items():
-            assert (offer.told is not None) == (offer.is_read or each.key in withdrawn)
+            assert offer.told is told.get(each)
         assert table.num_offers == len(kept)
         expected = [key for key, was_told in withdrawn.items() if not was_told]
         expected = [key for key in expected if key not in {each.key for each in kept}]
@@ -276,6 +298,125 @@ def test_an_offer_fails_or_expires_once(states: list[State], expires: int) -> No
         events = table.take_events()
         names = [each.reason if isinstance(each, OfferFailed) else "Offered" for each in events]
         assert (names, table.offers_expired) == (expected, has_expired)
+        assert served.told is (False if has_ended else None), "nobody says that it was read"
+
+
+class Computed:
+    """An array that a device may still compute."""
+
+    shape, dtype = OFFERED[0].shape, OFFERED[0].dtype
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def is_ready(self) -> bool:
+        return self.is_done
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        assert self.is_done, "nobody waits for the device"
+        return OFFERED[0]
+
+
+def test_a_part_is_served_when_all_of_its_arrays_are_computed() -> None:
+    engine, waiting = OfferingEngine(), [Computed(), Computed()]
+    table = transfer_table.TransferTable(cast(TransferEngine, engine))
+    arrays = cast(Any, (OFFERED[0], *waiting))
+    layout = describe(arrays, num_blocks=1)
+    table.offer(PART, OfferEntry(arrays, layout, math.inf))
+    for array in waiting:
+        table.step()
+        assert (engine.offers, table.take_events(), table.wait_s()) == ([], [], 0.0)
+        array.is_done = True
+    table.step()
+    [offered] = table.take_events()
+    assert isinstance(offered, Offered)
+    key = offered.info.digest_key
+    digests = digest_arrays([OFFERED[0]] * 3, key)
+    assert offered.info == PullInfo(PART, layout, digests, "x", b"", key)
+    assert len(engine.offers) == 1 and len(key) == 16
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_a_pull_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch, *, has_room: bool) -> None:
+    clock, key = Clock(), make_digest_key()
+    monkeypatch.setattr(transfer_table, "time", clock)
+    pull = ScriptedPull(key)
+    table = transfer_table.TransferTable(cast(Any, Engine(pull if has_room else None)))
+    layout = describe(OFFERED, num_blocks=1)
+    info = PullInfo(PART, layout, digest_arrays(OFFERED, key), "x", b"", key)
+    table.pull(PART, PullEntry(info, layout, 3.0))
+    for clock.now in (1.0, 2.9):
+        assert not table.step() and table.take_events() == []
+    clock.now = 3.0
+    table.step()
+    what = "it ran" if has_room else "there was no room"
+    reason = f"{what} until the deadline"
+    assert table.take_events() == [PullFailed(PART, Fault.TIMED_OUT, reason)]
+    assert pull.state == ("abandoned" if has_room else "running")
+    table.step()
+    table.cancel(PART)
+    assert (table.take_events(), table.wait_s()) == ([], None)
+    assert table.faults == {Fault.TIMED_OUT: 1}
+
+
+def test_a_broken_invariant_of_an_engine_is_no_fault_of_a_peer() -> None:
+    def break_down(*_: object) -> None:
+        raise AssertionError("a slot is free already")
+
+    table = transfer_table.TransferTable(cast(Any, SimpleNamespace(maintain_every_s=None)))
+    table.engine.pull = break_down  # type: ignore[method-assign,assignment]
+    layout = describe(OFFERED, num_blocks=1)
+    table.pull(PART, PullEntry(PullInfo(PART, layout, (), "x", b""), layout, math.inf))
+    with pytest.raises(AssertionError, match=r"^a slot is free already$"):
+        table.step()
+
+
+@given(
+    st.lists(st.sampled_from([1.0, 2.0, 5.0, 9.0]), max_size=3),
+    st.none() | st.sampled_from([0.5, 1.5, 20.0]),
+)
+def test_the_next_step_comes_before_an_offer_ends_and_before_maintenance(
+    expiries: list[float], every_s: float | None
+) -> None:
+    clock = Clock()
+    with patch.object(transfer_table, "time", clock):
+        engine = OfferingEngine()
+        table = transfer_table.TransferTable(cast(Any, engine))
+        layout = describe(OFFERED, num_blocks=1)
+        for number, expires_at in enumerate(expiries):
+            table.offer(PART._replace(part=number), OfferEntry(OFFERED, layout, expires_at))
+        table.step()
+        engine.maintain_every_s = every_s
+        for clock.now in (0.0, 0.75, 1.5):
+            ends = [each - clock.now for each in expiries if each > clock.now]
+            table.step()
+            is_ending = len(ends) < len(expiries)  # as nobody lets it go
+            expected = min([*ends, *([] if every_s is None else [every_s])], default=None)
+            assert table.wait_s() == (0.0 if is_ending else expected)
+            assert table.offers_expired == len(expiries) - len(ends)
+
+
+def test_maintenance_comes_once_a_period() -> None:
+    clock, times = Clock(), list[float]()
+    with patch.object(transfer_table, "time", clock):
+        engine = SimpleNamespace(maintain_every_s=1.0, maintain=lambda: times.append(clock.now))
+        table = transfer_table.TransferTable(cast(Any, engine))
+        for clock.now in (0.0, 0.9, 1.0, 1.9, 2.0, 2.5, 3.5, 4.0, 4.5):
+            table.step()
+    assert times == [1.0, 2.0, 3.5, 4.5]
+
+
+def test_pulls_are_abandoned_before_their_engine_closes() -> None:
+    pull = ScriptedPull(make_digest_key())
+    engine: Any = Engine(pull)
+    states: list[str] = []
+    engine.close = lambda: states.append(pull.state)
+    table = transfer_table.TransferTable(engine)
+    layout = describe(OFFERED, num_blocks=1)
+    table.pull(PART, PullEntry(PullInfo(PART, layout, (), "x", b""), layout, math.inf))
+    table.step()
+    table.close()
+    assert states == ["abandoned"]
 
 
 BUGS: Final = {
