@@ -232,11 +232,14 @@ class PrefillScheduler(Scheduler):
 
     def set_time(self, now: float) -> None:
         """Advance the clock for what is received next; `tick` checks the deadlines."""
-        self._call(lambda: self._side.set_time(now))
+        self._side.set_time(now)
 
     def tick(self, now: float) -> None:
-        """Advance the clock."""
-        self._call(lambda: self._side.tick(now))
+        """Advance the clock, and check the deadlines, except during a step."""
+        self._side.set_time(now)
+        if not self._batch.in_flight:
+            self._side.tick(now)
+            self._apply_actions()
 
     def take_actions(self) -> list[Post | Offer | Withdraw | PrefillFailed]:
         """Return the actions since the last call, in the order in which to carry them out."""

@@ -80,6 +80,8 @@ class PrefillSide:
         self._num_groups = num_groups
         self._now = 0.0
         self._attempts: dict[AttemptKey, PrefillAttempt] = {}
+        # Have asked or committed: D may answer from the next time on, as a step may come before.
+        self._undated: list[PrefillAttempt] = []
         self._actions: list[PrefillAction] = []
 
     @property
@@ -128,8 +130,7 @@ class PrefillSide:
         attempt = PrefillAttempt(header, peer, ask, request, lease, now, now, now)
         self._attempts[key] = attempt
         if self.order == "early":
-            self._move(attempt, PrefillState.ASKING)
-            self._post(attempt, ask)
+            self._ask(attempt)
         else:
             self._compute(attempt, PrefillState.PREPARING)
         return lease
@@ -187,9 +188,7 @@ class PrefillSide:
         if attempt.state is PrefillState.COMPUTING:
             self._commit(attempt)
             return
-        self._move(attempt, PrefillState.ASKING)
-        attempt.heard_at = attempt.sent_at = self._now  # D's silence counts from here on
-        self._post(attempt, attempt.ask)
+        self._ask(attempt)
 
     def abort(self, key: AttemptKey, reason: str) -> None:
         """Give an attempt up and report `PrefillFailed`; ignored if it has ended."""
@@ -215,10 +214,13 @@ class PrefillSide:
     def set_time(self, now: float) -> None:
         """Advance the clock for what is received next; `tick` checks the deadlines."""
         self._now = now
+        for attempt in self._undated:
+            attempt.moved_at = attempt.heard_at = attempt.sent_at = now
+        self._undated.clear()
 
     def tick(self, now: float) -> None:
         """Advance the clock: repeat unanswered messages, and give up attempts that are too late."""
-        self._now = now
+        self.set_time(now)
         timing = self._timing
         for attempt in list(self._attempts.values()):
             if attempt.state in (PrefillState.PREPARING, PrefillState.WITHDRAWN):
@@ -336,6 +338,11 @@ class PrefillSide:
         self._manager.count_hit(attempt.lease)
         self._actions.append(Compute(attempt.header.key))
 
+    def _ask(self, attempt: PrefillAttempt) -> None:
+        self._move(attempt, PrefillState.ASKING)
+        self._post(attempt, attempt.ask)
+        self._undated.append(attempt)
+
     def _offer(self, attempt: PrefillAttempt, group: int, num_tokens: int) -> None:
         """Offer the blocks that the first num_tokens tokens fill and D lacks."""
         while (part := attempt.next_part(group, num_tokens)) is not None:
@@ -358,8 +365,8 @@ class PrefillSide:
     def _commit(self, attempt: PrefillAttempt) -> None:
         attempt.commit = attempt.make_commit()
         self._move(attempt, PrefillState.COMMITTED)
-        attempt.heard_at = self._now  # D's silence counts from here on
         self._post(attempt, attempt.commit)
+        self._undated.append(attempt)
 
     def _give_up(
         self,

@@ -192,10 +192,11 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
             EngineClosedError: after close, with a host tier.
         """
         self._runner.collect()
-        self.scheduler.tick(now)
+        self.scheduler.set_time(now)
         events = self._transport.poll()
         for event in events:
             self._process(event)
+        self.scheduler.tick(now)  # after what has ended during a long step
         self._act()
         has_stepped = self._step()
         self._act()

@@ -122,11 +122,13 @@ def d_gives_up_a_silent_p(h: ModuleType) -> None:
 def p_gives_up_a_silent_d(h: ModuleType) -> None:
     pair = Pair(h)
     pair.begin()
+    pair.p.tick(0.0)
     pair.p.tick(5.0)
     [failed] = pair.actions(pair.p, "PrefillFailed")
     assert failed.reason == "no answer from the decode node while asking"
     assert pair.are_empty()
     pair.committed()
+    pair.p.tick(5.0)
     pair.p.tick(10.0)
     [failed] = pair.actions(pair.p, "PrefillFailed")
     assert failed.reason == "no answer from the decode node while committed"

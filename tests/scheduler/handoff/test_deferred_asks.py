@@ -233,6 +233,7 @@ def asking() -> PrefillScheduler:
 
 def test_an_ask_deferred_for_too_long_counts_as_busy() -> None:
     p = asking()
+    p.tick(0.0)
     for now in range(1, 30):
         p.receive("d0", Renew(Header(AttemptKey("a", 1), 1, 5)))
         p.tick(float(now))

@@ -13,8 +13,10 @@ from radixkv.scheduler.handoff import (
     Ack,
     Ask,
     AttemptKey,
+    Commit,
     Grant,
     Header,
+    Message,
     Offer,
     Post,
     PrefillFailed,
@@ -40,6 +42,7 @@ def test_what_ends_before_it_is_computed_is_not_matchable(how: str) -> None:
         case "given up":
             assert p.abort("a")
         case "silence":
+            p.tick(0.0)
             p.tick(5.0)
         case _:
             grant(p)
@@ -139,6 +142,61 @@ def test_groups_of_layers_are_offered_while_the_step_runs() -> None:
     p.update(plan, [1])
     [offer] = [each for each in actions(p) if isinstance(each, Offer)]
     assert offer.group == 1 and p.manager.match(PROMPT).num_tokens == 6
+
+
+@pytest.mark.parametrize("state", ["asking", "asking when computed", "committed"])
+@pytest.mark.parametrize("step_s", [0.0, 5.0, 60.0])
+def test_a_long_step_leaves_d_all_of_its_time_to_answer(state: str, step_s: float) -> None:
+    """What P sends at the end of a step is answered after it, as its node polls once a step."""
+    is_late = state == "asking when computed"
+    p = scheduler(order="prefill_complete" if is_late else "early", token_budget=8)
+    p.tick(1.0)
+    p.begin(request(), "d0")
+    plan = p.schedule()
+    if state == "committed":
+        p.tick(1.0)
+        grant(p)
+        plan = p.schedule()
+    if plan.chunks:
+        p.update(plan, [1])
+    sent = posted(p, Message)[-1]
+    assert isinstance(sent, Commit if state == "committed" else Ask)
+    end = 1.0 + step_s
+    p.set_time(end)
+    p.tick(end)
+    assert p.num_open == 1 and posted(p, Message) == []
+    p.tick(end + 0.9)
+    assert posted(p, Message) == [], "it is sent again after retry_s"
+    p.tick(end + 1.0)
+    assert posted(p, Message) == [sent]
+    p.tick(end + 4.9)
+    assert p.num_open == 1
+    p.tick(end + 5.0)
+    assert any(isinstance(each, PrefillFailed) for each in actions(p))
+
+
+def test_a_clock_that_advances_during_a_step_ends_nothing_within_it() -> None:
+    """The deadlines of the hand-offs that are not computed pass at the first time after it."""
+    p = scheduler(num_groups=2, token_budget=8)
+    p.begin(request(), "d0")
+    step(p)
+    grant(p)
+    p.begin(request("b", [1, 2, 3]), "d1")
+    plan = p.schedule()
+    actions(p)
+    for now in (1.0, 6.0, 11.0):
+        p.set_time(now)
+        p.tick(now)
+    assert actions(p) == [] and p.num_open == 2
+    p.update(plan, [1])
+    assert not any(isinstance(each, PrefillFailed) for each in actions(p))
+    p.tick(16.0)
+    [failed] = [each for each in actions(p) if isinstance(each, PrefillFailed)]
+    assert failed.key.request_id == "b", "D does not answer since 1.0; the commit is new"
+    assert p.num_open == 1
+    p.tick(21.0)
+    assert p.num_open == 1, "its blocks wait for the fence"
+    assert [type(each) for each in actions(p)][-2:] == [PrefillFailed, Withdraw]
 
 
 # Errors

@@ -88,6 +88,7 @@ def test_one_who_was_refused_after_computing_asks_again_and_keeps_its_blocks() -
     p = scheduler(order="prefill_complete")
     p.begin(request(), "d0")
     step(p), step(p)
+    p.tick(0.0)
     refuse = Refuse(Header(AttemptKey("a", 1), 7, 1), "out of blocks", 9, 3)
     for now in range(1, 30):
         p.receive("d0", refuse)

@@ -475,6 +475,7 @@ def test_p_says_that_it_has_lost_d() -> None:
         pair.d.receive(P, pair.begin())
         [grant] = pair.posted(pair.d)
         if lose == "silence":
+            pair.p.tick(0.0)
             pair.p.tick(Timing().silence_s)
         elif lose == "restart":
             pair.p.receive(D, grant)
@@ -498,8 +499,8 @@ def test_the_silence_of_d_begins_when_it_is_to_answer(order: Order) -> None:
     p.tick(50.0)
     p.computed(KEY, len(PROMPT))
     p.sampled(KEY, 1, Hits())
-    for later_s, failures in ((0.99, []), (1.0, [True])):
-        p.tick(50.0 + later_s * Timing().silence_s)
+    for later_s, failures in ((0.0, []), (0.99, []), (1.0, [True])):
+        p.tick(60.0 + later_s * Timing().silence_s)
         ended = [each for each in p.take_actions() if isinstance(each, PrefillFailed)]
         assert [each.is_lost for each in ended] == failures
 
@@ -536,6 +537,7 @@ def test_a_d_that_was_busy_and_has_granted_is_lost_if_it_is_silent() -> None:
     p.sampled(KEY, 1, Hits())
     p.receive(D, Refuse(Header(KEY, 1, 1), "out of blocks", 9, 3))
     p.receive(D, Grant(Header(KEY, 1, 1, 1), 0, 2))
+    p.tick(0.0)
     p.take_actions()
     p.tick(Timing().silence_s)
     [failed] = [each for each in p.take_actions() if isinstance(each, PrefillFailed)]
@@ -570,6 +572,7 @@ def test_p_holds_its_blocks_until_nobody_reads_them(state: str, how: str) -> Non
         case "given up":
             pair.p.abort(KEY, "late")
         case _:
+            pair.p.tick(1.0)
             pair.p.tick(1e9)
     ends = how == "fenced ABORT" or (how, has_commit) == ("ACK", True)
     ends = ends or (how == "withdrawn" and is_withdrawn)
@@ -662,7 +665,7 @@ def test_p_has_lost_no_d_that_answers_too_late() -> None:
     header = pair.granted().header
     pair.p.computed(KEY, len(PROMPT))
     pair.p.sampled(KEY, 1, Hits())
-    for now in range(1, int(Timing().transfer_s) + 1):
+    for now in range(int(Timing().transfer_s) + 1):
         pair.p.receive(D, Renew(header))
         pair.p.tick(float(now))
     [failed] = pair.actions(pair.p, "PrefillFailed")
@@ -673,7 +676,7 @@ def test_p_has_lost_no_d_that_answers_too_late() -> None:
 def test_p_gives_up_as_busy_a_d_that_receives_the_same_blocks_for_too_long() -> None:
     pair = Pair(handoff)
     header = Header(KEY, 1, pair.begin().header.epoch)
-    for now in range(1, int(Timing().transfer_s) + 1):
+    for now in range(int(Timing().transfer_s) + 1):
         pair.p.receive(D, Renew(header))
         pair.p.tick(float(now))
     [failed] = pair.actions(pair.p, "PrefillFailed")
@@ -688,6 +691,6 @@ def test_p_asks_again_when_the_time_has_passed_since_it_asked() -> None:
     p.computed(KEY, len(PROMPT))
     p.sampled(KEY, 1, Hits())
     [asked] = posted(p)
-    for later_s, expected in ((0.99, []), (1.0, [asked])):
-        p.tick(50.0 + later_s * Timing().retry_s)
+    for later_s, expected in ((0.0, []), (0.99, []), (1.0, [asked])):
+        p.tick(60.0 + later_s * Timing().retry_s)
         assert posted(p) == expected
