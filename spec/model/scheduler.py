@@ -349,7 +349,7 @@ class SchedulerModel:
             request.hit, request.target = step.hits[request.name], len(request.tokens)
             request.is_loading = True
         self.before = {request.name: self.tables[request.name] for request in self.running}
-        self.running, self.tables = step.running, step.tables
+        self.running, self.tables = step.running, dict(step.tables)
         for name, computed in step.begun.items():
             request = self.live[name]
             request.hit, request.computed = step.arrived.get(name, request.hit), computed

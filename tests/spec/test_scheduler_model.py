@@ -206,3 +206,15 @@ def test_overtaking_is_counted_from_the_last_time_that_a_request_began_to_wait(m
         step = admits(model, admitted=admitted)
         found.append(code(check_overtaken, model, step))
     assert found == ["Q6" if most < 2 else "", "", "Q6" if most < 2 else ""]
+
+
+@pytest.mark.parametrize(("available", "rule"), [(5, ""), (6, "Q23")])
+def test_a_step_in_flight_uses_the_blocks_of_its_decision(available: int, rule: str) -> None:
+    """A request that gets another block meanwhile gives the old one back after the step."""
+    model = model_of(request("r1", [0, 1, 2]), promised=("keeps_in_flight",))
+    step = admits(model, ("r1", 0, 3))
+    model.decide(step)
+    model.launch(step)
+    state = ["r1"], [], {"r1": [2, 1]}, {"r1": 0}, available, {}
+    assert code(model.settle, *state) == rule
+    assert (step.tables, model.tables) == ({"r1": [0, 1]}, {"r1": [2, 1]})
