@@ -257,8 +257,8 @@ class FollowingRunner(ModelRunner):
                 self._adjustments.count_rows(rows, tokens, arrays[0])
             case "logprobs":
                 self._logprobs.of_output(self._programs.logits, tokens)
-            case "prompt_logprobs" if self._programs.hidden is not None:
-                self._logprobs.of_targets(arrays[0], self.model, *self._programs.hidden)
+            case "prompt_logprobs" if (hidden := self._programs.take_hidden()) is not None:
+                self._logprobs.of_targets(arrays[0], self.model, *hidden)
             case _:
                 raise CallError(f"no call is named {call.name!r}, or it does not follow this step")
         self._step = tokens, rows

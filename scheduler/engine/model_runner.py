@@ -341,9 +341,8 @@ class ModelRunner:
         output = prompt = None
         if needs & Needs.LOGPROBS:
             output = self._logprobs.of_output(self._programs.logits, tokens)
-        if self._programs.hidden is not None:
-            prompt = self._logprobs.of_prompt(plan, self.model, *self._programs.hidden)
-            self._programs.hidden = None
+        if (hidden := self._programs.take_hidden()) is not None:
+            prompt = self._logprobs.of_prompt(plan, self.model, *hidden)
         logprobs = StepLogprobs(output, prompt)
         logprobs.copy_to_host_async()
         return logprobs

@@ -68,7 +68,6 @@ class Programs:
 
     Attributes:
         logits: those of the last step, as the model computed them; the next step replaces them.
-        hidden: batch and residual stream after the last layer, of a last step that kept them.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Programs:
             block_size: tokens per block.
             num_groups: number of groups of layers that `run` tells apart.
         """
-        self.hidden: tuple[Batch, Array] | None = None
+        self._hidden: tuple[Batch, Array] | None = None  # of a step that keeps them
         self._config, self._mesh, self._block_size = model.config, model.mesh, block_size
         num_rows = max(shape.num_rows for shape in shapes)
         zeros = np.zeros((num_rows, model.config.vocab_size), np.float32)
@@ -133,7 +132,8 @@ class Programs:
             packed: the arrays of the step, see `pack`.
             state: batch on the device; donated.
             arrays: pools.
-            keep_hidden: whether to set `hidden`, which needs the programs for single layers.
+            keep_hidden: whether `take_hidden` is to follow, which needs the programs for single
+                layers.
             wrote: is told of each group of layers but the last one when all that writes its KV is
                 dispatched, and before the next is.
 
@@ -159,7 +159,7 @@ class Programs:
                     wrote(group)
                     group += 1
             arrays.keys, arrays.values = tuple(keys), tuple(values)
-            self.hidden = (batch, x) if keep_hidden else None
+            self._hidden = (batch, x) if keep_hidden else None
             tokens, last_tokens, self.logits = self._programs["head", shape](
                 params.norm, params.lm_head, batch, x, rows.slots, state.last_tokens, self.logits
             )
@@ -170,6 +170,11 @@ class Programs:
             )
             tokens, rows, state, self.logits, arrays.keys, arrays.values = results
         return tokens, rows, state
+
+    def take_hidden(self) -> tuple[Batch, Float[Array, "tokens hidden"]] | None:
+        """Return, once, batch and residual stream after the last layer of a step that kept them."""
+        hidden, self._hidden = self._hidden, None
+        return hidden
 
     def _parts(self, *, keep_hidden: bool) -> list[slice]:
         """Return the layers of each program of a step that is not unrolled."""

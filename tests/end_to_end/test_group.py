@@ -122,6 +122,8 @@ def test_the_other_process_computes_the_same_kv(engines):
     counts = [engine._runner._adjustments._counts for engine in engines]
     np.testing.assert_array_equal(*counts)
     np.testing.assert_array_equal(*(each._runner._programs.logits for each in engines))
+    kept = [each._runner._programs.take_hidden() for each in engines]
+    assert kept == [None, None], "what the log probabilities of prompts need, once"
 
 
 def test_new_weights_come_to_each_process(engines, model):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import deque
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -32,15 +30,10 @@ from radixkv.scheduler.handoff import (
     Hits,
     Post,
     Pull,
-    Renew,
     Send,
     Started,
-    Timing,
 )
 from radixkv.scheduler.handoff.records import pack_records
-from radixkv.scheduler.nodes import DecodeEngine
-from radixkv.scheduler.nodes.node import PeerMessage
-from radixkv.scheduler.nodes.transport import Received
 from radixkv.scheduler.request import TokenLogprob
 
 from .decode_harness import actions, ask, hand_over, refusal, scheduler, send, start, step
@@ -448,25 +441,3 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
         failed = [each for each in actions(d) if isinstance(each, DecodeFailed)]
         assert failed == [DecodeFailed(AttemptKey(name, 1), "late")]
     assert (d._reasons, d._keys) == ({}, {})
-
-
-def test_a_part_that_arrived_during_a_long_step_is_not_late() -> None:
-    """The transport is asked before the deadlines pass: the part has waited only for the node."""
-    receives = scheduler()
-    receives.tick(0.0)
-    granted = ask(receives, max_new_tokens=2)
-    header = Header(granted.header.key, 5, 1, granted.header.grant)
-    receives.receive("p0", Send(header, 0, 0, 2, 0))
-    [pull] = [each for each in receives.take_actions() if isinstance(each, Pull)]
-    node: Any = DecodeEngine.__new__(DecodeEngine)
-    node.scheduler, node._runner, node._receiver, node._transport = receives, Mock(), Mock(), Mock()
-    node._in_flight, node._num_started, node._outbox, node._on_events = deque(), 0, [], None
-    node._reports = []
-    node._transport.poll.return_value = [Received(pull.part_id, ())]
-    node.set_time(Timing().transfer_s)
-    node.receive(PeerMessage("p0", Renew(header)))
-    node.poll(Timing().transfer_s)
-    assert node.take_reports() == [] and receives.num_receiving == 1
-    node._transport.poll.return_value = []
-    node.receive(PeerMessage("p0", Commit(header, 1, 9, 4, Hits(0, 0, 0))))
-    assert [type(each) for each in node.take_reports()] == [Started]

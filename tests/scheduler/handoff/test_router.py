@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager, CountError, Int32Array, RequestTooLargeError, TokenError
@@ -16,6 +16,7 @@ from radixkv.scheduler.handoff import AttemptKey
 from radixkv.scheduler.replay.trace import bundled_trace_path, read_trace, tokens
 
 NODES = {"p0": 2000, "p1": 2000, "p2": 2000, "p3": 2000}
+ROLES = ("prefill", "decode")
 BLOCK_SIZE = 512
 SECONDS_PER_BLOCK = 0.02
 
@@ -139,6 +140,35 @@ def test_a_node_that_refused_is_avoided_if_possible():
     router = make()
     assert router.route(AttemptKey("a", 1), [1], avoid=["d0"]) == route("p0", "d1")
     assert router.route(AttemptKey("a", 2), [1], avoid=["p0", "p1", "d0", "d1"]).decode == "d0"
+
+
+NAMES = [("p0", "p1", "p2"), ("d0", "d1", "d2")]
+PAIRS = [Route(p, d) for p in NAMES[0] for d in NAMES[1]]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.sampled_from(PAIRS)), max_size=6),
+    st.sets(st.sampled_from([*NAMES[0], *NAMES[1]])),
+    st.sets(st.sampled_from(PAIRS), max_size=9),
+)
+@example([(3, PAIRS[0])], {"p1", "p2", "d1", "d2"}, {PAIRS[0]})  # one that is avoided, or two
+def test_it_avoids_as_few_nodes_as_possible_and_then_takes_the_least_cost(earlier, avoid, broken):
+    router = make(
+        **{role: dict.fromkeys(names, 99) for role, names in zip(ROLES, NAMES, strict=True)}
+    )
+    for number, (num_blocks, pair) in enumerate(earlier):
+        others = [each for each in PAIRS if each != pair]
+        prompt = [100 + number] * (2 * num_blocks)
+        assert router.route(AttemptKey(str(number), 1), prompt, broken=others) == pair
+    loads = router.loads()
+
+    def cost(pair: Route) -> tuple[int, int]:
+        return len(avoid & {*pair}), sum(loads[name] for name in pair)
+
+    chosen = router.route(AttemptKey("new", 1), [1], avoid=avoid, broken=broken)
+    allowed = [pair for pair in PAIRS if pair not in broken] or PAIRS
+    assert chosen in allowed
+    assert cost(chosen) == min(map(cost, allowed))
 
 
 def test_nodes_come_and_go():

@@ -75,6 +75,12 @@ def test_a_stop_token_ends_it_even_at_the_limit():
     assert Request("a", [6], 1, stop_token_ids=(6,)).append(7) == "length"
 
 
+@pytest.mark.parametrize("stop", [[True], {False, 3}, [2, np.True_]])
+def test_a_truth_value_is_no_token_that_stops_it(stop):
+    with refused(RequestError, f"request 'a': stop_token_ids must be token ids, got {stop!r}"):
+        Request("a", [1], 5, stop_token_ids=stop)
+
+
 @pytest.mark.parametrize("has_failed", [None, False, True])
 @pytest.mark.parametrize("token", [5, 6])
 @pytest.mark.parametrize("max_new_tokens", [1, 2])
