@@ -357,6 +357,17 @@ def test_a_pair_that_does_not_hear_each_other_is_the_last_choice() -> None:
     assert gateway._unheard == {}
 
 
+def test_what_a_request_has_met_counts_more_than_what_nodes_say_of_every_pair() -> None:
+    gateway = make("d0", "d1")
+    gateway.set_unheard("p0", ["d0", "d1"])
+    gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    first = begin(gateway)
+    gateway.add_request(Request("other", [4] * 9, 2), 0.0)
+    assert (first.route.decode, begin(gateway).route.decode) == ("d0", "d1")
+    gateway.prefill_failed(first.key, "silence", is_lost=True)
+    assert begin(gateway, now=1.0).route.decode == "d1", "d0 is idle, and has lost it"
+
+
 def test_counts_are_those_of_the_attempt_that_is_answered() -> None:
     gateway, request = make("d0"), Request("a", [1, 2, 3, 4, 5], 2)
     gateway.add_request(request, 0.0)
@@ -403,12 +414,18 @@ def test_nothing_is_left_of_requests_and_nodes_that_are_gone() -> None:
     gateway = make("d0", "d1")
     sizes = []
     for number in range(3):
-        for how in ("is_busy", "is_lost"):
+        for how in ("is_busy", "is_lost", "moves"):
             gateway.add_request(Request(f"{how} {number}", [1, 2, 3], 2), 0.0)
-            key = begin(gateway, now=2.0 * number).key
-            gateway.prefill_failed(key, "no", **{how: True})
-            key = begin(gateway, now=2.0 * number + 1).key
-            gateway.finished(key, (1, 2), Hits(), 0)
+            first = begin(gateway, now=2.0 * number)
+            if how == "moves":
+                gateway.set_free("d0", 20)
+                gateway.set_free("d1", 20)
+                gateway.preempted(first.key, (1,), Hits(), 1)
+            else:
+                gateway.prefill_failed(first.key, "no", **{how: True})
+            last = begin(gateway, now=2.0 * number + 1)
+            assert last.request.num_prompt_tokens == 3 + (how == "moves")
+            gateway.finished(last.key, (1, 2)[how == "moves" :], Hits(), 0)
         gateway.add_decode("d2", CacheSize(20, 4))
         gateway.set_unheard("d2", ["p0"])
         gateway.remove_node("d2")
