@@ -63,10 +63,14 @@ def test_only_blocks_on_neither_device_nor_host_are_looked_up():
 
 
 @pytest.mark.parametrize("num_there", range(4))
-@pytest.mark.parametrize("num_evicted", range(4))
-def test_the_keys_are_those_of_the_path_wherever_a_prompt_leaves_another(num_evicted, num_there):
-    """What is there ends on the device or on the host, with a run or inside it."""
-    memory = memory_with([])
+@pytest.mark.parametrize("num_evicted", range(5))
+@pytest.mark.parametrize("num_shared", range(1, 4))
+def test_the_keys_are_those_of_the_path_wherever_a_prompt_leaves_others(
+    num_shared, num_evicted, num_there
+):
+    """What is there ends on the device or on the host, with a run or inside it, after others."""
+    memory = memory_with([], 8, 8)
+    memory.serve([*[1, 2, 3][:num_shared], 7])
     memory.serve([1, 2, 3])
     memory.manager.evict(num_evicted)
     memory.settle()

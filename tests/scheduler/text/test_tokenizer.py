@@ -101,9 +101,18 @@ def rendered(directory: Path, template: object, **config: Any) -> str:
     return tokenizer._template.render([{"role": "user", "content": "é"}])
 
 
+@pytest.mark.parametrize("ascii", [None, False, True])
+@pytest.mark.parametrize(
+    "more", [{}, {"indent": 1}, {"separators": [",", ":"]}, {"sort_keys": True}]
+)
+def test_tojson_has_the_options_of_transformers(tmp_path, ascii, more):
+    options = more if ascii is None else {"ensure_ascii": ascii, **more}
+    given = ", ".join(f"{name}={value}" for name, value in options.items())
+    expected = json.dumps([{"role": "user", "content": "é"}], **{"ensure_ascii": False, **options})
+    assert rendered(tmp_path, f"{{{{ messages | tojson({given}) }}}}") == expected
+
+
 def test_templates_have_what_those_of_transformers_have(tmp_path):
-    assert rendered(tmp_path, "{{ messages | tojson }}") == '[{"role": "user", "content": "é"}]'
-    assert rendered(tmp_path, "{{ messages[0] | tojson(indent=1) }}").startswith('{\n "role"')
     loop = "{% for m in 'abc' %}{% if m == 'b' %}{% break %}{% endif %}{{ m }}{% endfor %}"
     assert rendered(tmp_path, loop) == "a"
     assert re.fullmatch(r"20\d\d", rendered(tmp_path, "{{ strftime_now('%Y') }}"))
