@@ -267,7 +267,6 @@ class NetworkGateway:
             error: why it can never be sent; its request fails then.
         """
         if isinstance(message, RunPrefill):
-            self._unacked.forget(message.key)
             if error:
                 self._gateway.prefill_failed(message.key, error, is_final=True)
             else:

@@ -357,6 +357,23 @@ def test_a_pair_that_does_not_hear_each_other_is_the_last_choice() -> None:
     assert gateway._unheard == {}
 
 
+def test_what_nodes_say_of_a_pair_is_forgotten_when_they_hear_each_other_again() -> None:
+    gateway = make("d0", "d1", "d2")
+    gateway.set_unheard("p0", ["d0", "d2"])
+    gateway.add_request(Request("other", [4] * 9, 2), 0.0)
+    assert begin(gateway).route.decode == "d1"
+    gateway.set_unheard("p0", ["d1"])
+    gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    first = begin(gateway)
+    gateway.prefill_failed(first.key, "silence", is_lost=True)
+    second = begin(gateway, now=1.0)
+    assert {first.route.decode, second.route.decode} == {"d0", "d2"}
+    gateway.set_unheard("p0", [])
+    gateway.prefill_failed(second.key, "silence", is_lost=True)
+    assert begin(gateway, now=2.0).route.decode == "d1", "the only pair that has lost nothing"
+    assert gateway.num_lost == 2, "each attempt counts"
+
+
 def test_what_a_request_has_met_counts_more_than_what_nodes_say_of_every_pair() -> None:
     gateway = make("d0", "d1")
     gateway.set_unheard("p0", ["d0", "d1"])
