@@ -125,6 +125,25 @@ def test_what_it_is_told_within_a_step_counts_after_it() -> None:
     assert p.num_open == 1
 
 
+@pytest.mark.parametrize("token_budget", [4, 8])
+def test_an_attempt_that_begins_within_the_last_steps_of_an_older_one_can_be_aborted(
+    token_budget: int,
+) -> None:
+    """The step computes a chunk of the older attempt, or all of it."""
+    p = scheduler(token_budget=token_budget)
+    p.begin(request(), "d0")
+    step(p)
+    grant(p)
+    plan = p.schedule()
+    p.begin(request(), "d1", attempt=2)
+    p.update(plan, [1])
+    actions(p)
+    assert p.abort("a"), "the newer attempt waits"
+    [failed] = [each for each in actions(p) if isinstance(each, PrefillFailed)]
+    assert failed.key == ("a", 2)
+    assert not p.has_work
+
+
 def test_groups_of_layers_are_offered_while_the_step_runs() -> None:
     p = scheduler(num_groups=2, token_budget=8)
     p.begin(request(), "d0")
