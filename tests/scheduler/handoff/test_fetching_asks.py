@@ -170,6 +170,16 @@ def test_storage_is_not_asked_for_a_request_without_room() -> None:
     assert begun(d) == []
 
 
+def test_an_ask_that_waits_for_storage_overtakes_nobody() -> None:
+    d = scheduler(num_blocks=8, max_overtaken=1)
+    d.manager.admit(d.manager.match([1] * 10))
+    assert refusal(ask(d, "large", [2] * 9))[0] == "out of blocks"
+    for _ in range(3):
+        assert isinstance(ask(d), Renew)
+    assert isinstance(ask(d, "b", [1]), Grant)
+    assert refusal(ask(d, "c", [1])) == ("others wait", 1, 0), "one has overtaken it"
+
+
 def test_a_request_that_finds_no_room_in_the_end_is_refused() -> None:
     d = scheduler(max_running=1)
     ask(d)

@@ -144,25 +144,29 @@ def test_an_attempt_avoids_the_prefill_node_that_takes_no_more_messages(moves: b
     assert (peer, again.decode_node) == ("p1", sent.decode_node)
 
 
+@pytest.mark.parametrize("has_new_names", [False, True])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_nothing_is_left_of_nodes_and_attempts_that_are_gone(role: str) -> None:
-    gateway = make("p0", "d0", stream=True)
+def test_nothing_is_left_of_nodes_and_attempts_that_are_gone(
+    role: str, has_new_names: bool
+) -> None:
+    gateway = make(stream=True)
     sizes = []
     for life in range(1, 4):
         now = 100.0 * life
-        for name in ("p0", "d0"):
-            join(gateway, name, now, epoch=life, num_updates=2, unheard=("d1",))
+        p, d = (f"p{life}", f"d{life}") if has_new_names else ("p0", "d0")
+        for name in (p, d):
+            join(gateway, name, now, epoch=life, num_updates=2, unheard=("d9",))
             missed = CacheUpdate(1, False, b"", b"", b"", b"")
             gateway.receive(name, life, missed, now)
         gateway.add_request(Request(f"ends {life}", [1, 2, 3], 2), now)
         key = run(gateway, now).key
-        gateway.receive("d0", life, Started(key), now)
-        gateway.receive("d0", life, Finished(key, (1, 2), Hits(), 0), now)
+        gateway.receive(d, life, Started(key), now)
+        gateway.receive(d, life, Finished(key, (1, 2), Hits(), 0), now)
         gateway.add_request(Request(f"is lost {life}", [1, 2, 3], 2), now)
         started = run(gateway, now).key
-        gateway.receive("d0", life, Started(started), now)
-        gateway.receive("d0", life, Progress(()), now)
-        join(gateway, "d0" if role == "prefill" else "p0", now + 4, epoch=life)
+        gateway.receive(d, life, Started(started), now)
+        gateway.receive(d, life, Progress(()), now)
+        join(gateway, d if role == "prefill" else p, now + 4, epoch=life)
         gateway.tick(now + SILENCE_S)
         assert len(gateway.nodes) == 1
         gateway.abort(f"is lost {life}")

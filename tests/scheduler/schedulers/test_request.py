@@ -256,8 +256,11 @@ FACTORS = "at least 1e-6 and at most 1e6"
             ("repetition_penalty", value, f"repetition_penalty must be {FACTORS}, got {value}")
             for value in (-1, 0.0, 1e-40, 9e-7, 1.1e6, 1e39, 10**400, INF, float("nan"))
         ),
-        ("presence_penalty", -2.5, "presence_penalty must be at least -2 and at most 2, got -2.5"),
-        ("frequency_penalty", 2.1, "frequency_penalty must be at least -2 and at most 2, got 2.1"),
+        *(
+            (name, value, f"{name} must be at least -2 and at most 2, got {value}")
+            for name in ("presence_penalty", "frequency_penalty")
+            for value in (-2.5, 2.1, -INF, INF, float("nan"))
+        ),
         ("min_tokens", -1, "min_tokens must be at least 0 and below 2**31, got -1"),
         ("min_tokens", 2**31, "min_tokens must be at least 0 and below 2**31, got 2147483648"),
         ("num_continued", -1, "num_continued must be at least 0 and below 2**31, got -1"),
