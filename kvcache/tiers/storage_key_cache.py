@@ -27,12 +27,14 @@ class StorageKeyCache:
         namespace: namespace of the keys.
         known: keys of a node's first blocks, joined.
         reported_at: time and report in which a node was last reported: see `StorageRecency`.
+        num_reports: number of reports that storage has got, and of the one that it gets next.
     """
 
     def __init__(self, namespace: StorageNamespace) -> None:
         self.namespace = namespace
         self.known: dict[Node, bytes] = {}
         self.reported_at: dict[Node, tuple[int, int]] = {}
+        self.num_reports = 0
 
     def learn(self, node: Node, keys: Sequence[bytes]) -> None:
         """Set the keys of all blocks of a node."""
@@ -71,24 +73,30 @@ class StorageKeyCache:
             self.reported_at[upper] = self.reported_at[lower]
 
     def are_alike(self, upper: Node, lower: Node) -> bool:
-        """Return whether a node and its only child can be joined: the node is reported first."""
+        """Return whether a node and its only child can be joined: the node is reported first.
+
+        A child that is in the next report, from which a use moves it, is joined after it.
+        """
         is_whole = len(self.known.get(upper, b"")) == upper.num_blocks * KEY_BYTES
         if not is_whole and lower in self.known:
             return False
         first, then = self.reported_at.get(upper), self.reported_at.get(lower)
-        return first is None or (then is not None and first[0] <= then[0])
+        if first is None or then is None:
+            return first is None
+        is_movable = then[1] == self.num_reports != first[1]
+        return first[0] <= then[0] and not is_movable
 
     def join(self, nodes: Sequence[Node]) -> None:
         """Move the keys of consecutive nodes of a path, each like the next one, to the last one.
 
-        They are reported again when the first is due, and are in a report that has one of them.
+        They are reported again when the first is due, and in the next report if it has the first.
         """
         keys = b"".join([self.known.pop(node, b"") for node in nodes])
         if keys:
             self.known[nodes[-1]] = keys
         reports = [self.reported_at.pop(node, None) for node in nodes]
         if (first := reports[0]) is not None:
-            self.reported_at[nodes[-1]] = first[0], max(place for _, place in filter(None, reports))
+            self.reported_at[nodes[-1]] = first
 
     def forget(self, node: Node) -> None:
         """Forget a node that left the tree."""

@@ -41,7 +41,6 @@ class StorageRecency:
         self._tree = tree
         self._keys: list[bytes] = []
         self._now = 0  # admissions and stored blocks
-        self._num_reports = 0
 
     def record_hit(self, end: Node) -> None:
         """Record that a request was admitted with a hit on the path to a node."""
@@ -67,12 +66,12 @@ class StorageRecency:
             node: Node = end
             while (parent := node.parent) is not None:
                 reported_at, place = keys.reported_at.get(node, _NEVER)
-                is_due = place == self._num_reports or now - reported_at >= REPORT_INTERVAL
+                is_due = place == keys.num_reports or now - reported_at >= REPORT_INTERVAL
                 if is_due and node in keys.known:
                     due.pop(node, None)  # a node comes after all that follow it
                     due[node] = None
                 node = parent
-        keys.reported_at.update(dict.fromkeys(due, (now, self._num_reports)))
+        keys.reported_at.update(dict.fromkeys(due, (now, keys.num_reports)))
         for node in due:
             known = keys.known[node]
             places = range(len(known) - KEY_BYTES, -1, -KEY_BYTES)
@@ -81,7 +80,8 @@ class StorageRecency:
     def take(self) -> list[bytes]:
         """Return each key once, least recently used first, and forget them."""
         taken, self._keys = self._keys, []
-        self._num_reports += 1
+        if self._tree.keys is not None:
+            self._tree.keys.num_reports += 1
         return list(dict.fromkeys(reversed(taken)))[::-1]
 
     def reset(self) -> None:

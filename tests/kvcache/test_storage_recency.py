@@ -88,6 +88,31 @@ class TestWhat:
 PATHS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=4), min_size=1, max_size=5)
 
 
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_block_whose_successor_is_in_the_next_report_is_not_repeated_with_it(is_taken):
+    """Runs of one path that were reported one after the other are joined only after that report."""
+    memory = TierMemory(6, 6, "through", storage=True)
+    memory.serve([1])
+    assert memory.tiers.take_used() == backwards(memory, [1])
+    memory.serve([1, 2])
+    second = backwards(memory, [1, 2])[:1]
+    if is_taken:
+        assert memory.tiers.take_used() == second
+    memory.start([1, 2])  # would join its runs
+    memory.start([1, 3])  # uses a part of them
+    assert memory.tiers.take_used() == ([] if is_taken else second)
+
+
+def test_a_block_in_the_next_report_comes_after_those_that_follow_it_also_if_it_could_be_joined():
+    memory = TierMemory(6, 6, "through", storage=True)
+    memory.serve([1])
+    memory.tiers.take_used()
+    memory.serve([1, 2])
+    memory.start([1, 2])
+    memory.serve([1, 2, 3])
+    assert memory.tiers.take_used() == backwards(memory, [1, 2, 3])[:2]
+
+
 @given(PATHS)
 def test_of_paths_that_are_stored_at_once_each_is_reported_last_block_first(paths):
     """Storage finds the rest of a path through the part that it shares with others."""

@@ -88,7 +88,7 @@ RECENCY_BUGS = (
     _bug(
         "a block that a report names already keeps its place",
         RECENCY,
-        "place == self._num_reports or ",
+        "place == keys.num_reports or ",
         "",
     ),
     _bug(
