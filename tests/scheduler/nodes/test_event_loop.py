@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager, HostConfig
 from radixkv.scheduler import DecodeScheduler, PrefillScheduler, Request
@@ -169,6 +171,35 @@ def test_a_peer_is_unheard_from_one_time_on_and_forgotten_from_another(remember_
         assert status.unheard == ("d0",) * is_unheard
         assert len(statuses(said["d0"])) == is_known
         assert node.channel.connected == [GATEWAY, *["d0"] * is_known]
+
+
+@given(
+    silent_s=st.lists(
+        st.sampled_from([0.0, 4.9, SILENCE_S, 9.0, 59.9, TIMING.remember_s, 70.0]),
+        min_size=1,
+        max_size=4,
+        unique=True,
+    ),
+    num_free=st.integers(0, 2),
+)
+def test_only_as_many_silent_peers_are_forgotten_as_a_new_one_needs(
+    silent_s: list[float], num_free: int
+) -> None:
+    """Those that are silent for too long, or if there is no room, the one that is the longest."""
+    peers = {f"d{number}": each for number, each in enumerate(silent_s)}
+    node = Alone(*peers)
+    node.channel.max_peers = 1 + len(peers) + num_free
+    for peer, each in sorted(peers.items(), key=lambda item: -item[1]):
+        node.join(peer)
+        node.pass_time(100.0 - each)
+    found = statuses(node.pass_time(101.0)[GATEWAY])  # a status is due each second
+    silent = sorted((-each - 1, peer) for peer, each in peers.items() if each + 1 >= SILENCE_S)
+    forgotten = [peer for each, peer in silent if -each >= TIMING.remember_s]
+    if not forgotten and num_free == 0:
+        forgotten = [peer for _, peer in silent[:1]]
+    kept = [peer for _, peer in silent if peer not in forgotten]
+    assert {*node.channel.connected} == {GATEWAY, *peers} - {*forgotten}
+    assert [each.unheard for each in found] == [tuple(kept)]
 
 
 def test_a_status_names_as_many_unheard_nodes_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
