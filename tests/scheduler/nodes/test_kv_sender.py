@@ -126,14 +126,17 @@ def test_copies_are_freed_when_a_copying_transport_serves_them() -> None:
     assert len(node.sent) == 6
 
 
+@pytest.mark.parametrize("copies_offers", [False, True])
 @given(
-    st.lists(
+    moves=st.lists(
         st.tuples(st.sampled_from("abcd"), st.integers(1, 9)) | st.sampled_from("abcd"),
         max_size=40,
     )
 )
-def test_random_offers_stay_in_the_limit_and_all_are_served(moves: list) -> None:
-    node = Node()
+def test_random_offers_stay_in_the_limit_and_all_are_served(
+    copies_offers: bool, moves: list
+) -> None:
+    node = Node(copies_offers)
     parts: dict[AttemptKey, list[int]] = {}  # blocks of each part, if not withdrawn
     lives = dict.fromkeys("abcd", 0)
     for move in moves:
@@ -151,7 +154,7 @@ def test_random_offers_stay_in_the_limit_and_all_are_served(moves: list) -> None
         oldest = next(iter(parts), None)
         held = {key: [part for name, part in node.sent if name == key.request_id] for key in parts}
         num_bytes = {
-            key: sum(parts[key][part] for part in served) * BLOCK_BYTES
+            key: sum(parts[key][part] for part in served) * BLOCK_BYTES * (not copies_offers)
             for key, served in held.items()
         }
         assert node.sender.num_bytes == sum(num_bytes.values())
