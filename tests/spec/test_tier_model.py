@@ -143,6 +143,10 @@ def test_the_host_drops_in_the_order_of_uses() -> None:
     assert code(order.check, [11, 12, 13]) == "", "and need not"
     with pytest.raises(Violation, match=r"\[T23 .* after those that were used 1 later"):
         order.check([13, 12])
+    order.use([15])
+    order.use([13])
+    order.touch([12])
+    assert code(order.check, [13, 12, 15]) == "T23", "whatever the age of the one between them"
 
 
 @pytest.mark.parametrize("takes_room", [True, False])
