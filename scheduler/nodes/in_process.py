@@ -287,7 +287,8 @@ class Disaggregated:
         for peer, node in self.decode.items() if self._preempted else ():
             self._gateway.set_free(peer, free_blocks(node.manager.num_blocks, node.load()))
         for key, request in list(self._preempted.items()):
-            if request.status is not RequestStatus.PREEMPTED:
+            is_open = self._gateway.num_heard(key) is not None  # else its node was replaced
+            if not is_open or request.status is not RequestStatus.PREEMPTED:
                 del self._preempted[key]
                 continue
             counts = Hits.of(request), request.num_preemptions
