@@ -113,6 +113,19 @@ def test_a_block_in_the_next_report_comes_after_those_that_follow_it_also_if_it_
     assert memory.tiers.take_used() == backwards(memory, [1, 2, 3])[:2]
 
 
+def test_joined_runs_are_reported_again_when_the_first_of_them_is_due(monkeypatch):
+    monkeypatch.setattr(storage_uses, "REPORT_INTERVAL", 4)
+    memory = TierMemory(6, 6, "through", storage=True)
+    memory.serve([1])
+    assert memory.tiers.take_used() == backwards(memory, [1])  # at 2: an admission and a block
+    memory.serve([1, 2])
+    assert memory.tiers.take_used() == backwards(memory, [1, 2])[:1]  # at 4
+    memory.start([1, 2])  # joins them
+    assert memory.tiers.take_used() == []
+    memory.start([1, 2])
+    assert memory.tiers.take_used() == backwards(memory, [1, 2])  # at 6
+
+
 @given(PATHS)
 def test_of_paths_that_are_stored_at_once_each_is_reported_last_block_first(paths):
     """Storage finds the rest of a path through the part that it shares with others."""

@@ -290,3 +290,22 @@ def test_a_prefix_ends_at_the_first_gap() -> None:
     assert prefix(missing, found) == 0
     assert prefix(found, found) == 2
     assert prefix() == 0
+
+
+@pytest.mark.parametrize("is_reported_first", [False, True])
+def test_nothing_is_left_of_a_claimed_operation_when_its_last_task_is_reported(is_reported_first):
+    """Also if the claim has ended it while a thread had its task."""
+    table = OperationTable(BUDGET, NUM_THREADS)
+    operation = table.submit(Kind.LOOKUP, KEYS[:1], (), deadline=5, epoch=0, quiet=True)
+    task = table.take()
+    assert task is not None
+    if is_reported_first:
+        task.results += [Status.FOUND]
+        table.report(task, [])
+    status = table.claim(operation).statuses
+    assert status == ((Status.FOUND,) if is_reported_first else (Status.TIMED_OUT,))
+    assert table.fenced(operation) == is_reported_first
+    if not is_reported_first:
+        table.report(task, [])
+    assert table.fenced(operation) and table.drain() == []
+    assert table._known == {}

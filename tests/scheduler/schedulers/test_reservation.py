@@ -313,7 +313,16 @@ def test_requests_that_are_received_take_slots():
     assert [request.request_id for request in batch.schedule().admitted] == ["b"]
 
 
-def test_who_is_refused_is_so_without_a_walk_over_those_that_run(monkeypatch):
+@pytest.mark.parametrize(
+    ("num_blocks", "names", "walked", "waits_after"),
+    [
+        (16, ["short", "long", "waiting"], {0: 1, 1: 1}, 0),
+        (20, ["brief", "long", "large", "wide"], {0: 1, 1: 1, 3: 1}, 1),
+    ],
+)
+def test_who_is_refused_is_so_without_a_walk_over_those_that_run(
+    monkeypatch, num_blocks, names, walked, waits_after
+):
     """The running requests are counted once, and again only after one of them has left."""
     counted = []
     whole = BatchScheduler.reservation
@@ -323,10 +332,12 @@ def test_who_is_refused_is_so_without_a_walk_over_those_that_run(monkeypatch):
         return whole(scheduler)
 
     monkeypatch.setattr(BatchScheduler, "reservation", counting)
-    manager = CacheManager(16, 2)
+    manager = CacheManager(num_blocks, 2)
     scheduler = MixedScheduler(manager, token_budget=32, max_running=4, reserve_tokens=None)
-    for name, num_prompt, length in (("short", 4, 6), ("long", 4, 12), ("waiting", 8, 6)):
-        scheduler.add(Request(name, [ord(name[0])] * num_prompt, length))
+    sizes = {"brief": (4, 4), "short": (4, 6), "long": (4, 12), "large": (4, 12)}
+    sizes |= {"waiting": (8, 6), "wide": (10, 6)}
+    for place, name in enumerate(names):
+        scheduler.add(Request(name, [place] * sizes[name][0], sizes[name][1]))
     num_ended, seen = 0, []
     while not num_ended or scheduler.has_work:
         before = len(counted)
@@ -336,5 +347,5 @@ def test_who_is_refused_is_so_without_a_walk_over_those_that_run(monkeypatch):
     walks = Counter[int]()
     for ended, number in seen:
         walks[ended] += number
-    assert walks == {0: 1, 1: 1} and seen.count((0, 0)) > 3, seen
+    assert walks == walked and seen.count((waits_after, 0)) > 3, seen
     manager.check()

@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing, suppress
 from threading import Lock
 from types import SimpleNamespace
 from typing import Final
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -374,6 +375,25 @@ def test_of_several_the_connection_that_was_silent_longest_is_closed(
     for pair in pairs:
         for each in pair:
             each.close()
+
+
+@pytest.mark.parametrize("is_closing", [False, True])
+@pytest.mark.parametrize("is_paused", [False, True])
+@pytest.mark.parametrize("num_unproven", [0, 2])
+def test_a_gate_waits_until_the_first_of_its_times(
+    num_unproven: int, is_paused: bool, is_closing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the oldest proof, of the end of a pause for want of descriptors, and of its own end."""
+    monkeypatch.setattr(gates.time, "monotonic", lambda: 100.0)
+    unproven = [Mock(since=since) for since in (98.0, 99.0)[:num_unproven]]
+    gate = Gate.__new__(Gate)
+    gate._unproven = dict.fromkeys(unproven)
+    for paused_until, end_s in ((100.5, 101.0), (101.0, 100.5), (99.0, 99.5)):
+        gate._paused_until = paused_until if is_paused else None
+        gate._end_s = end_s if is_closing else None
+        times = [98.0 + gates.PROOF_S] * bool(num_unproven)
+        times += [paused_until] * is_paused + [end_s] * is_closing
+        assert gate._wait_s() == (max(0.0, min(times) - 100.0) if times else None)
 
 
 @pytest.mark.parametrize("is_proven", [False, True])
