@@ -384,7 +384,7 @@ def test_a_gate_waits_until_the_first_of_its_times(
     num_unproven: int, is_paused: bool, is_closing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the oldest proof, of the end of a pause for want of descriptors, and of its own end."""
-    monkeypatch.setattr(gates.time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     unproven = [Mock(since=since) for since in (98.0, 99.0)[:num_unproven]]
     gate = Gate.__new__(Gate)
     gate._unproven = dict.fromkeys(unproven)
