@@ -243,6 +243,14 @@ def test_a_node_is_met_with_the_first_message_of_an_attempt_if_there_is_room() -
     assert node.channel.connected == [GATEWAY] and node.engine.begun.total() == 2
 
 
+def test_a_node_that_attempts_name_again_and_again_is_silent_since_it_was_met() -> None:
+    node = Alone("d0")
+    for number in range(int(SILENCE_S) + 1):
+        node.say(GATEWAY, run_of(node, f"{number}", "d0"))
+        [status] = statuses(node.pass_time(float(number))[GATEWAY])
+        assert status.unheard == ("d0",) * (number >= SILENCE_S)
+
+
 def test_what_arrives_is_passed_on_and_something_to_do() -> None:
     node, received = Alone("d0"), list[PeerMessage]()
     setattr(node.engine, "receive", received.append)  # noqa: B010
