@@ -6,17 +6,21 @@ import argparse
 import ast
 from collections.abc import Iterator
 from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from radixkv.scheduler.cli import serve_on_nodes
+from radixkv.scheduler.cli import serve, serve_on_nodes
 from radixkv.scheduler.cli.generate_on_nodes import node_options
 from radixkv.scheduler.cli.main import build_parser
 from radixkv.scheduler.cli.options.generate import GUIDED
 from radixkv.scheduler.cli.shared.prompts import Sizes
+from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.request import SamplingParams
+from radixkv.scheduler.serving import LLM
 
 CLI = Path(__file__).parents[3] / "scheduler" / "cli"
 BY_NAME = {*GUIDED, *(each.name for each in fields(SamplingParams))}
@@ -112,7 +116,7 @@ def another_value(action: argparse.Action, of_node: argparse.Action) -> list[str
             option,
             next(each for each in both if each not in (action.default, of_node.default)),
         ]
-    return [option, "7"]
+    return [option, "0.5" if action.dest == "memory_fraction" else "7"]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -138,6 +142,30 @@ def test_nodes_get_the_options_of_the_command_that_starts_them(command: str, rol
     for dest in passed_on:
         assert getattr(got, dest) == getattr(given, dest), dest
         assert getattr(got, dest) != node.get_default(dest), dest
+
+
+def test_the_engine_of_serve_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    makes = MagicMock()
+    monkeypatch.setattr(serve, "LLM", makes)
+    monkeypatch.setattr(serve, "gc", MagicMock())
+    of_engine = {*signature(LLM).parameters, *signature(Engine).parameters}
+    of_engine -= {"host"}  # the command's own is its address
+    own_names = {"num_blocks": "device_blocks", "mesh": "tp"}
+    actions = {each.dest: each for each in PARSERS["serve"]._actions}
+    named = {name: own_names.get(name, name) for name in of_engine}
+    named = {name: dest for name, dest in named.items() if dest in actions}
+    assert {"storage_max_bytes", "preempt", "num_blocks", "memory_fraction"} <= named.keys()
+    argv = ["a model"]
+    for dest in sorted({*named.values()} - {"model", "tp", "revision"}):
+        argv += another_value(actions[dest], actions[dest])
+    given = PARSERS["serve"].parse_args([*argv, "--revision", "main"])
+    on_events = MagicMock()
+    serve._load(given, on_events, None)
+    [call] = makes.mock_calls
+    got = {"model": call.args[0], **call.kwargs}
+    assert got["on_events"] is on_events and got["mesh"] is None
+    for name in named.keys() - {"mesh"}:
+        assert got[name] == getattr(given, named[name]), name
 
 
 def test_the_help_of_serve_says_what_nodes_have() -> None:

@@ -392,12 +392,14 @@ def test_broken_tokenizer_is_refused(tiny):
     assert str(caught.value).startswith(f"{path}: not a tokenizer: ")
 
 
+@pytest.mark.parametrize("name", ["model-{}", "{}", "shard_{}.of_3", "pytorch_model.{}"])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_digest_is_of_every_shard(tmp_path, place):
+def test_a_digest_is_of_every_shard_whatever_its_name(tmp_path, place, name):
+    """The index of a checkpoint may name any files."""
     digests = set()
     for changed in (False, True):
         for number in range(3):
             content = b"changed" if changed and number == place else b"weights"
-            (tmp_path / f"model-{number}.safetensors").write_bytes(content)
+            (tmp_path / f"{name.format(number)}.safetensors").write_bytes(content)
         digests.add(weights_digest(tmp_path))
     assert len(digests) == 2
