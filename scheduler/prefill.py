@@ -94,7 +94,7 @@ class PrefillScheduler(Scheduler):
 
     The scheduler does no I/O: call `MixedScheduler.schedule`, run the plan, call `update`, and
     carry out `take_actions` after every call. Calls during a step take effect when it has ended,
-    because the step uses the blocks.
+    because the step uses the blocks; only the clock advances at once.
     """
 
     def __init__(

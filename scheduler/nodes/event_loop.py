@@ -109,10 +109,9 @@ class NodeEventLoop:
             self._next_status_at = now + self._timing.retry_s
             self._send_status(now)
         self._send_reports()  # before a step, which takes long
+        self._send_messages()
         was_busy = self._engine.poll(now)
-        for message in self._engine.take_messages():
-            if message.peer in self._heard_at:  # else it answers an unknown or earlier peer
-                self._channel.send(*message)
+        self._send_messages()
         if self._cache is not None:  # before the report that says that its blocks are there
             for update in self._cache.take_messages():
                 self._channel.send(GATEWAY, update)
@@ -168,6 +167,11 @@ class NodeEventLoop:
                 self._engine.give_up(key, reason)
             case Message() as message:
                 self._engine.receive(PeerMessage(packet.sender, message, packet.pull_info))
+
+    def _send_messages(self) -> None:
+        for message in self._engine.take_messages():
+            if message.peer in self._heard_at:  # else it answers an unknown or earlier peer
+                self._channel.send(*message)
 
     def _send_reports(self) -> None:
         for message in self._reporter.take_messages():

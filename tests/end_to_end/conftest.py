@@ -142,6 +142,8 @@ def fresh_runner(
         tuple(jnp.full(pool.shape, jnp.nan, pool.dtype, **on_devices) for pool in shapes),
     )
     other._batch = DeviceBatch(runner._batch.num_slots, runner._batch.width, whole(mesh))
+    other._adjustments = copy.copy(runner._adjustments)
+    other._adjustments._counts = None  # those of the slots of one runner
     tiers = manager.tiers
     other._tiers = None if tiers is None else TierCopies(tiers, other.arrays, storage)
     other._results = deque()

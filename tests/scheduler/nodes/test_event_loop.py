@@ -263,6 +263,26 @@ def test_what_arrives_is_passed_on_and_something_to_do() -> None:
     assert not node.loop.run_once()
 
 
+def test_a_peer_is_answered_before_a_step_and_told_after_it_what_the_step_brought() -> None:
+    node, answer, news = Alone("d0"), *(Ack(Header(AttemptKey(name, 1), 1)) for name in "ab")
+    node.join("d0")
+    node.pass_time(0.0)
+    heard: list[Any] = []
+
+    def receive(message: PeerMessage) -> None:
+        node.engine._outbox.append(PeerMessage(message.peer, answer))
+
+    def poll(now: float) -> bool:
+        heard.extend(packet.message for packet in node.ends["d0"].receive())
+        node.engine._outbox.append(PeerMessage("d0", news))
+        return True
+
+    node.engine.receive, node.engine.poll = receive, poll  # type: ignore[method-assign]
+    node.say("d0", Ack(Header(AttemptKey("c", 1), 1)))
+    said = node.pass_time(0.5)
+    assert (heard, said["d0"]) == ([answer], [news])
+
+
 def test_the_gateway_is_answered_before_a_step() -> None:
     node = Alone("d0")
     node.pass_time(0.0)
