@@ -19,6 +19,11 @@ def told_at_once(monkeypatch):
     monkeypatch.setattr(storage_uses, "REPORT_INTERVAL", 0)
 
 
+@pytest.fixture
+def told_after_long(monkeypatch):
+    monkeypatch.setattr(storage_uses, "REPORT_INTERVAL", 1024)
+
+
 def backwards(memory: TierMemory, tokens: Sequence[int], namespace: bytes = b"") -> list[bytes]:
     return memory.namespace.block_keys(tokens, namespace)[::-1]
 
@@ -88,6 +93,7 @@ class TestWhat:
 PATHS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=4), min_size=1, max_size=5)
 
 
+@pytest.mark.usefixtures("told_after_long")
 @pytest.mark.parametrize("is_taken", [False, True])
 def test_a_block_whose_successor_is_in_the_next_report_is_not_repeated_with_it(is_taken):
     """Runs of one path that were reported one after the other are joined only after that report."""
@@ -103,6 +109,7 @@ def test_a_block_whose_successor_is_in_the_next_report_is_not_repeated_with_it(i
     assert memory.tiers.take_used() == ([] if is_taken else second)
 
 
+@pytest.mark.usefixtures("told_after_long")
 def test_a_block_in_the_next_report_comes_after_those_that_follow_it_also_if_it_could_be_joined():
     memory = TierMemory(6, 6, "through", storage=True)
     memory.serve([1])

@@ -96,7 +96,7 @@ HANDOFF_FLOORS: Final = {
     "arrived: Preempted": 900,
     "arrived: PrefillFailed": 5_800,
     "arrived: Progress": 5_500,
-    "arrived: Refuse": 11_000,
+    "arrived: Refuse": 5_000,
     "arrived: Renew": 6_400,
     "arrived: RunPrefill": 12_000,
     "arrived: Send": 6_600,

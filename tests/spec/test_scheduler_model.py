@@ -215,6 +215,6 @@ def test_a_step_in_flight_uses_the_blocks_of_its_decision(available: int, rule: 
     step = admits(model, ("r1", 0, 3))
     model.decide(step)
     model.launch(step)
-    state = ["r1"], [], {"r1": [2, 1]}, {"r1": 0}, available, {}
+    state: tuple[Any, ...] = ["r1"], [], {"r1": [2, 1]}, {"r1": 0}, available, {}
     assert code(model.settle, *state) == rule
     assert (step.tables, model.tables) == ({"r1": [0, 1]}, {"r1": [2, 1]})
