@@ -90,8 +90,8 @@ def _read(path: Path) -> str:
 def _default_template(entry: object) -> str | None:
     """Return the only template, or the one named "default" of several."""
     if isinstance(entry, list):
-        named = [each for each in entry if isinstance(each, dict)]
-        entry = {each.get("name"): each.get("template") for each in named}.get("default")
+        named = [each for each in entry if isinstance(each, dict) and each.get("name") == "default"]
+        entry = named[-1].get("template") if named else None
     return entry if isinstance(entry, str) else None
 
 

@@ -125,6 +125,7 @@ def test_templates_have_what_those_of_transformers_have(tmp_path):
         template = f"{{{{ {absent} is defined }}}}{{% if {absent} is not none %}}!{{% endif %}}"
         assert rendered(tmp_path, template) == "True"
     several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    several += ["no", {"name": ["default"], "template": "no"}, {"template": "no"}]
     assert rendered(tmp_path, several) == "yes"
 
 
