@@ -149,7 +149,6 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         self._num_started = 0  # steps, with those in flight
         self._waits = True  # for a step, although messages could be sent meanwhile
         self._outbox: list[PeerMessage] = []
-        self._has_yielded = False  # the last poll left its step out
         self._reports: list[ReportT] = []
 
     def check_request(self, request: Request) -> None:
@@ -181,8 +180,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         """Process the transport's events and deadlines, and plan one step if there is work.
 
         The first step in flight is read if they are as many as the scheduler's ``depth``, or if
-        nothing can be planned. If there are messages to send, as of a part that is offered, the
-        step is left out once, because they would wait for its end.
+        nothing can be planned.
 
         Args:
             now: current time of a monotonic clock, in seconds.
@@ -200,8 +198,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
             self._process(event)
         self.scheduler.tick(now)  # after what has ended during a long step
         self._act()
-        self._has_yielded = bool(self._outbox) and not self._has_yielded
-        has_stepped = not self._has_yielded and self._step()
+        has_stepped = self._step()
         self._act()
         self._report_events()
         return has_stepped or bool(events or self._outbox)

@@ -128,6 +128,6 @@ def test_the_staging_memory_of_parts_is_released_while_steps_overlap(served, mon
     cluster.add([PROMPTS[0]], NEW_TOKENS)
     while not cluster.d._receiver._written:
         cluster.step(1)
-    cluster.step(4)  # a step is left out for the ACK
+    cluster.step(3)
     assert cluster.d._in_flight and not cluster.d._receiver._written
     cluster.finish()

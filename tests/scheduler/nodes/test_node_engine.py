@@ -7,38 +7,32 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager
-from radixkv.scheduler import DecodeScheduler, PrefillScheduler, Request
+from radixkv.scheduler import DecodeScheduler
 from radixkv.scheduler.handoff import (
     Ask,
     AttemptKey,
     Commit,
-    Grant,
     Header,
     Hits,
-    PartId,
     Pull,
     Renew,
     Send,
     Started,
     Timing,
 )
-from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
+from radixkv.scheduler.nodes import DecodeEngine
 from radixkv.scheduler.nodes.node import PeerMessage
-from radixkv.scheduler.nodes.transport import Offered, Received
+from radixkv.scheduler.nodes.transport import Received
 
 
-def node_of(kind: Any, scheduler: DecodeScheduler | PrefillScheduler) -> Any:
+def node_of(kind: Any, scheduler: DecodeScheduler) -> Any:
     """A node whose model takes no time, and whose transport the test plays."""
     node: Any = kind.__new__(kind)
     node.scheduler, node._runner, node._transport = scheduler, Mock(), Mock()
-    node._runner.read.return_value = [1]
-    node._sender = node._receiver = Mock()
-    node._sender.send.return_value = []
-    node._in_flight, node._num_started, node._waits, node._has_yielded = deque(), 0, True, False
+    node._receiver = Mock()
+    node._in_flight, node._num_started, node._waits = deque(), 0, True
     node._outbox, node._reports, node._on_events = [], [], None
     return node
 
@@ -62,32 +56,3 @@ def test_a_part_that_arrived_during_a_long_step_is_not_late() -> None:
     node._transport.poll.return_value = []
     node.receive(PeerMessage("p0", Commit(header, 1, 9, 4, Hits(0, 0, 0))))
     assert [type(each) for each in node.take_reports()] == [Started]
-
-
-@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=20))
-def test_messages_do_not_wait_for_a_step_and_delay_it_once(polls: list[tuple[bool, bool]]) -> None:
-    """Of a part that is offered, D is told before the next step; then a step comes, however."""
-    sends = PrefillScheduler(
-        CacheManager(32, 2), epoch=1, timing=Timing(), token_budget=2, max_running=2
-    )
-    node, key = node_of(PrefillEngine, sends), AttemptKey("a", 1)
-    node._transport.poll.return_value = []
-    sends.begin(Request("a", [1] * 64, 2), "d0")
-    node.poll(0.0)
-    assert [type(each.message) for each in node.take_messages()] == [Ask]
-    node.receive(PeerMessage("d0", Grant(Header(key, 5, 1, 1), 0, 2)))
-    node._sender.offered.return_value = [PeerMessage("d0", Renew(Header(key, 1, 5, 1)))]
-    num_steps = num_unsent = 0
-    has_yielded = False
-    for is_offered, is_sent in polls:
-        offered = Offered(PartId(key, 1, 5, 1, 0), Mock())
-        node._transport.poll.return_value = [offered] * is_offered
-        num_unsent += is_offered
-        has_yielded = num_unsent > 0 and not has_yielded
-        num_steps += not has_yielded
-        assert node.poll(0.0), "the loop need not pause"
-        assert node._num_started == num_steps
-        assert len(node._outbox) == num_unsent
-        if is_sent:
-            node.take_messages()
-            num_unsent = 0
