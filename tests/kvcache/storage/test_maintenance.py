@@ -28,7 +28,7 @@ from radixkv.kvcache.storage import (
     remove_values,
     verify_values,
 )
-from radixkv.kvcache.storage.maintenance import Removed, Verified
+from radixkv.kvcache.storage.maintenance import Removed, Verified, _Reader
 from radixkv.kvcache.storage.value_format import make_header
 
 from .conformance import KEYS, keys_of, put, store
@@ -347,3 +347,18 @@ def test_other_urls_open_as_in_open_backend() -> None:
     for break_ in "\t\r\n":  # without which the URL would name another directory
         with pytest.raises(StorageUrlError, match=r"^the storage URL has a tab or a line break: "):
             open_existing(f"file:///d{break_}x")
+
+
+@pytest.mark.parametrize("listed", [99, 100, 101, 164])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_value_that_was_rewritten_since_it_was_listed_is_right(
+    listed: int, is_first: bool
+) -> None:
+    """With another length, after one that was longer, or as the first one."""
+    backend = MemoryBackend()
+    filled(backend, 1)
+    reader = _Reader(backend)
+    if not is_first:
+        assert store(ChecksummedBackend(backend), KEYS[1], b"y" * 200) is Status.STORED
+        assert reader.check(StoredValue(KEYS[1], 264)) == 200
+    assert reader.check(StoredValue(KEYS[0], listed)) == len(PAYLOAD)

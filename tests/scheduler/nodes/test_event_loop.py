@@ -189,6 +189,9 @@ def test_only_as_many_silent_peers_are_forgotten_as_a_new_one_needs(
     peers = {f"d{number}": each for number, each in enumerate(silent_s)}
     node = Alone(*peers)
     node.channel.max_peers = 1 + len(peers) + num_free
+    for peer in peers:  # met in another order than heard last
+        node.join(peer)
+        node.pass_time(20.0)
     for peer, each in sorted(peers.items(), key=lambda item: -item[1]):
         node.join(peer)
         node.pass_time(100.0 - each)

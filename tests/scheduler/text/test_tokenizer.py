@@ -112,6 +112,15 @@ def test_tojson_has_the_options_of_transformers(tmp_path, ascii, more):
     assert rendered(tmp_path, f"{{{{ messages | tojson({given}) }}}}") == expected
 
 
+@pytest.mark.parametrize(
+    "name", ["tools", "documents", "add_generation_prompt", "eos_token", "enable_thinking"]
+)
+def test_a_variable_of_the_caller_is_that_of_the_template(tmp_path, name):
+    add_tokenizer(tmp_path, chat_template=f"{{{{ {name} }}}}")
+    template = TextTokenizer(tmp_path)._template
+    assert template.render([{"role": "user", "content": "é"}], **{name: "mine"}) == "mine"
+
+
 def test_templates_have_what_those_of_transformers_have(tmp_path):
     loop = "{% for m in 'abc' %}{% if m == 'b' %}{% break %}{% endif %}{{ m }}{% endfor %}"
     assert rendered(tmp_path, loop) == "a"
@@ -124,7 +133,10 @@ def test_templates_have_what_those_of_transformers_have(tmp_path):
     for absent in ("tools", "documents"):
         template = f"{{{{ {absent} is defined }}}}{{% if {absent} is not none %}}!{{% endif %}}"
         assert rendered(tmp_path, template) == "True"
-    several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    several: list[Any] = [
+        {"name": "tool_use", "template": "no"},
+        {"name": "default", "template": "yes"},
+    ]
     several += ["no", {"name": ["default"], "template": "no"}, {"template": "no"}]
     assert rendered(tmp_path, several) == "yes"
 
