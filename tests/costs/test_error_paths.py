@@ -314,7 +314,8 @@ def test_a_directory_that_was_not_opened_is_free(tmp_path: Path) -> None:
         injector.call(open_one)
         for backend in opened:
             backend.close()
-        assert open_descriptors() <= before, f"a file stays open after {injector.raised_in}"
+        left = {each for each in open_descriptors() - before if not each[1].startswith("socket:")}
+        assert not left, f"a file stays open after {injector.raised_in}"  # sockets are of others
         FileBackend(tmp_path / "files", max_bytes=450).close()
 
 
