@@ -27,9 +27,9 @@ from radixkv.scheduler.nodes.node import PeerMessage
 from radixkv.scheduler.nodes.transport import Received
 
 
-def node_of(kind: Any, scheduler: DecodeScheduler) -> Any:
+def decode_node(scheduler: DecodeScheduler) -> Any:
     """A node whose model takes no time, and whose transport the test plays."""
-    node: Any = kind.__new__(kind)
+    node: Any = DecodeEngine.__new__(DecodeEngine)
     node.scheduler, node._runner, node._transport = scheduler, Mock(), Mock()
     node._receiver = Mock()
     node._in_flight, node._num_started, node._waits = deque(), 0, True
@@ -47,7 +47,7 @@ def test_a_part_that_arrived_during_a_long_step_is_not_late() -> None:
     header = Header(AttemptKey("a", 1), 5, 1, 1)
     receives.receive("p0", Send(header, 0, 0, 2, 0))
     [pull] = [each for each in receives.take_actions() if isinstance(each, Pull)]
-    node = node_of(DecodeEngine, receives)
+    node = decode_node(receives)
     node._transport.poll.return_value = [Received(pull.part_id, ())]
     node.set_time(Timing().transfer_s)
     node.receive(PeerMessage("p0", Renew(header)))
