@@ -114,9 +114,11 @@ class Pair(NamedTuple):
 
     @staticmethod
     def _turn(node: Any, other: Any, name: str) -> bool:
-        was_busy: bool = node.poll(time.monotonic())
-        for message in node.take_messages():
-            other.receive(message._replace(peer=name))
+        was_busy = False
+        for call in (lambda: node.poll(time.monotonic()), node.step):
+            was_busy |= call()
+            for message in node.take_messages():
+                other.receive(message._replace(peer=name))
         return was_busy
 
 

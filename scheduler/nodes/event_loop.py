@@ -108,17 +108,10 @@ class NodeEventLoop:
         if now >= self._next_status_at:  # after a long step, with what has arrived in it
             self._next_status_at = now + self._timing.retry_s
             self._send_status(now)
-        self._send_reports()  # before a step, which takes long
-        self._send_messages()
         was_busy = self._engine.poll(now)
-        self._send_messages()
-        if self._cache is not None:  # before the report that says that its blocks are there
-            for update in self._cache.take_messages():
-                self._channel.send(GATEWAY, update)
-        for report in self._engine.take_reports():
-            self._reporter.report(report, now)
-        self._reporter.report_progress(now)
-        self._send_reports()
+        self._send_all(now)  # before a step, which takes long
+        was_busy |= self._engine.step()
+        self._send_all(now)
         return was_busy or bool(packets)
 
     def _send_status(self, now: float) -> None:
@@ -168,14 +161,19 @@ class NodeEventLoop:
             case Message() as message:
                 self._engine.receive(PeerMessage(packet.sender, message, packet.pull_info))
 
-    def _send_messages(self) -> None:
+    def _send_all(self, now: float) -> None:
+        """Send the node's messages to other nodes, and to the gateway what it reports."""
         for message in self._engine.take_messages():
             if message.peer in self._heard_at:  # else it answers an unknown or earlier peer
                 self._channel.send(*message)
-
-    def _send_reports(self) -> None:
-        for message in self._reporter.take_messages():
-            self._channel.send(GATEWAY, message)
+        if self._cache is not None:  # before the report that says that its blocks are there
+            for update in self._cache.take_messages():
+                self._channel.send(GATEWAY, update)
+        for report in self._engine.take_reports():
+            self._reporter.report(report, now)
+        self._reporter.report_progress(now)
+        for message_to_gateway in self._reporter.take_messages():
+            self._channel.send(GATEWAY, message_to_gateway)
 
     def _connect(self, peer: NodeId, address: str, now: float) -> None:
         """Connect to a node, and send it this node's status the first time."""

@@ -150,7 +150,8 @@ class Disaggregated:
         self._act()
         was_busy = False
         for peer in (*self.prefill, *self.decode):
-            was_busy |= self._node(peer).poll(self._time_of_nodes)
+            node = self._node(peer)
+            was_busy |= node.poll(self._time_of_nodes) | node.step()
             self._deliver(peer)
         self._offer_preempted()
         if not was_busy and self.has_work:

@@ -57,6 +57,11 @@ class KVSender:
         self._copy_bytes: dict[PartId, int] = {}
         self._waiting_sends: dict[PartId, PeerMessage] = {}
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of SENDs that wait for the transport to serve their parts."""
+        return len(self._waiting_sends)
+
     def offer(self, offer: Offer) -> None:
         """Offer a copy of blocks, which must not change until `withdraw`."""
         self._offers.setdefault(offer.part_id.key, {})[offer.part_id] = None

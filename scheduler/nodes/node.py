@@ -90,8 +90,10 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         while the node serves:
             set_time(now)                  dates the messages
             receive(message) ...           messages of other nodes
-            poll(now)                      transport, deadlines, and the model's steps
+            poll(now)                      transport and deadlines
             take_messages, take_reports    messages to other nodes and the gateway
+            step()                         at most one step of the model
+            take_messages, take_reports    again, as a step takes long
 
     One thread calls the engine and dispatches all array work. The threads of a transport touch only
     staging memory.
@@ -147,7 +149,6 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
             raise
         self._in_flight: deque[StepPlan] = deque()
         self._num_started = 0  # steps, with those in flight
-        self._waits = True  # for a step, although messages could be sent meanwhile
         self._outbox: list[PeerMessage] = []
         self._reports: list[ReportT] = []
 
@@ -177,16 +178,13 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         """Process a message of another node."""
 
     def poll(self, now: float) -> bool:
-        """Process the transport's events and deadlines, and plan one step if there is work.
-
-        The first step in flight is read if they are as many as the scheduler's ``depth``, or if
-        nothing can be planned.
+        """Process the transport's events and deadlines.
 
         Args:
             now: current time of a monotonic clock, in seconds.
 
         Returns:
-            Whether anything was done. If not, the loop may pause.
+            Whether anything was done. If neither `poll` nor `step` has, the loop may pause.
 
         Raises:
             EngineClosedError: after close, with a host tier.
@@ -198,10 +196,21 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
             self._process(event)
         self.scheduler.tick(now)  # after what has ended during a long step
         self._act()
+        return bool(events or self._outbox)
+
+    def step(self) -> bool:
+        """Plan one step if there is work; return whether anything was done.
+
+        The first step in flight is read if they are as many as the scheduler's ``depth``, or if
+        nothing can be planned. If messages may soon be sent meanwhile, it is read when it is ready.
+
+        Raises:
+            EngineClosedError: after close, with a host tier.
+        """
         has_stepped = self._step()
         self._act()
         self._report_events()
-        return has_stepped or bool(events or self._outbox)
+        return has_stepped or bool(self._outbox)
 
     def _report_events(self) -> None:
         if self._on_events is not None and (batch := self.manager.take_events()) is not None:
@@ -305,8 +314,8 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         return closed
 
     def _step(self) -> bool:
-        if self._in_flight and not self._waits:
-            is_ready = self._runner.is_ready
+        if len(self._in_flight) == self.scheduler.depth:
+            is_ready = self._waits or self._runner.is_ready
             if is_ready:
                 self._read()
             return is_ready
@@ -323,6 +332,11 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
         if has_stepped and is_full and self._waits:
             self._read()
         return has_stepped
+
+    @property
+    def _waits(self) -> bool:
+        """Whether to wait for a step: nothing that comes meanwhile lets the node send more."""
+        return True
 
     def _start(self, plan: StepPlan) -> None:
         """Dispatch a step."""

@@ -116,7 +116,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
         self._sender = KVSender(
             self._kv, transport, max_bytes=max_offered_bytes, num_groups=num_groups
         )
-        self._waits = num_groups == 1
+        self._num_groups = num_groups
 
     def begin(self, request: Request, peer: NodeId, attempt: int = 1) -> None:
         """Compute a prompt, and hand it to a decode node; see `PrefillScheduler.begin`.
@@ -139,7 +139,13 @@ class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
         self.scheduler.receive(message.peer, message.message)
 
     def _start(self, plan: StepPlan) -> None:
-        self._runner.start(plan, None if self._waits else partial(self._wrote, plan))
+        wrote = partial(self._wrote, plan) if self._num_groups > 1 else None
+        self._runner.start(plan, wrote)
+
+    @property
+    def _waits(self) -> bool:
+        """A part that the transport serves during a step is sent then."""
+        return self._num_groups == 1 and not self._sender.num_waiting
 
     def _wrote(self, plan: StepPlan, group: int) -> None:
         """Offer a group of layers: its copies run before the next group is computed."""

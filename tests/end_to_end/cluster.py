@@ -193,6 +193,7 @@ class Cluster:
         end = time.monotonic() + SETTLE_S
         while True:
             node.poll(self.now)
+            node.step()
             stats = node.stats().transport
             if stats.offers == stats.pulls == stats.received == 0 or time.monotonic() > end:
                 return

@@ -1,7 +1,9 @@
 """Prefill and decode nodes over tiny models: the tokens are those of one engine."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count, product
 from types import SimpleNamespace
 from typing import Any
@@ -55,28 +57,29 @@ def test_it_pauses_only_when_no_node_has_done_anything(llama, monkeypatch):
     cluster = Cluster(llama, num_prefill=2, num_decode=2)
     front, pauses = cluster.front, list[float]()
     monkeypatch.setattr(in_process, "time", SimpleNamespace(sleep=pauses.append))
-    answers: list[bool] = []  # of the nodes that have yet to be polled in this step
+    answers: list[bool] = []  # of the calls of nodes that have yet to come in this step
     nodes: list[Any] = [*front.prefill.values(), *front.decode.values()]
-    for node in nodes:
 
-        def poll(now: float, poll: Any = node.poll) -> bool:
-            poll(now)
-            return answers.pop(0)
+    def answer(call: Callable[..., bool], *args: float) -> bool:
+        call(*args)
+        return answers.pop(0)
 
-        monkeypatch.setattr(node, "poll", poll)
+    for node, call in product(nodes, ("poll", "step")):
+        monkeypatch.setattr(node, call, partial(answer, getattr(node, call)))
     front.add_request(Request("a", PREFIX, 24))
     for were_busy in product((False, True), repeat=4):
-        answers += were_busy
+        for number, was_busy in enumerate(were_busy):
+            answers += (was_busy, False) if number % 2 else (False, was_busy)
         front.step()
         assert not answers and front.has_work
         assert len(pauses) == (not any(were_busy)), were_busy
         pauses.clear()
     front.abort("a")
     while front.has_work:
-        answers += [False] * 4
+        answers += [False] * 8
         front.step()
     pauses.clear()
-    answers += [False] * 4
+    answers += [False] * 8
     front.step()
     assert pauses == []  # its caller waits for work
 
@@ -233,6 +236,7 @@ def test_an_idle_node_goes_on_copying_to_the_host(llama):
 
     while tiers().host_cached_blocks < 10 and time.monotonic() < end:
         cluster.d.poll(cluster.now)
+        cluster.d.step()
     assert (tiers().host_cached_blocks, tiers().open_operations) == (10, 0)
     assert cluster.front.close()
 

@@ -137,6 +137,9 @@ class Prefill(PrefillEngine):
                 self._reports.append(PrefillFailed(key, "silence", is_lost=True))
         return False
 
+    def step(self) -> bool:
+        return False
+
 
 class Decode(DecodeEngine):
     """A decode engine that starts each ASK, and ends it at once, or token by token."""
@@ -164,6 +167,9 @@ class Decode(DecodeEngine):
         self.given_up.append(key)
 
     def poll(self, now: float) -> bool:
+        return False
+
+    def step(self) -> bool:
         for key, request in self._slow[:]:
             tokens = tokens_of(key.request_id)
             if len(request.output_tokens) < len(tokens):

@@ -83,7 +83,7 @@ def test_a_heartbeat_that_arrives_during_a_long_step_is_no_older_than_its_end(na
     assert scheduler.num_open == 1
     engine.scheduler = scheduler
     engine.receive = lambda message: scheduler.receive(message.peer, message.message)
-    engine.poll = scheduler.tick
+    engine.poll, engine.step = lambda now: bool(scheduler.tick(now)), lambda: False
     world.now = 1 + SILENCE_S
     world.ends[name]._arrived.append(Packet(peer, name, 1, 0, heartbeat, None))
     world.loops[name].run_once()
@@ -267,7 +267,8 @@ def test_what_arrives_is_passed_on_and_something_to_do() -> None:
 
 
 def test_a_peer_is_answered_before_a_step_and_told_after_it_what_the_step_brought() -> None:
-    node, answer, news = Alone("d0"), *(Ack(Header(AttemptKey(name, 1), 1)) for name in "ab")
+    acks = [Ack(Header(AttemptKey(name, 1), 1)) for name in "abc"]
+    node, (answer, offered, news) = Alone("d0"), acks
     node.join("d0")
     node.pass_time(0.0)
     heard: list[Any] = []
@@ -276,27 +277,31 @@ def test_a_peer_is_answered_before_a_step_and_told_after_it_what_the_step_brough
         node.engine._outbox.append(PeerMessage(message.peer, answer))
 
     def poll(now: float) -> bool:
+        node.engine._outbox.append(PeerMessage("d0", offered))
+        return True
+
+    def step() -> bool:
         heard.extend(packet.message for packet in node.ends["d0"].receive())
         node.engine._outbox.append(PeerMessage("d0", news))
         return True
 
-    node.engine.receive, node.engine.poll = receive, poll  # type: ignore[method-assign]
-    node.say("d0", Ack(Header(AttemptKey("c", 1), 1)))
+    engine: Any = node.engine
+    engine.receive, engine.poll, engine.step = receive, poll, step
+    node.say("d0", Ack(Header(AttemptKey("d", 1), 1)))
     said = node.pass_time(0.5)
-    assert (heard, said["d0"]) == ([answer], [news])
+    assert (heard, said["d0"]) == ([answer, offered], [news])
 
 
 def test_the_gateway_is_answered_before_a_step() -> None:
     node = Alone("d0")
     node.pass_time(0.0)
     heard: list[Any] = []
-    poll = node.engine.poll
 
-    def note(now: float) -> bool:
+    def step() -> bool:
         heard.extend(packet.message for packet in node.ends[GATEWAY].receive())
-        return poll(now)
+        return False
 
-    node.engine.poll = note  # type: ignore[method-assign]
+    node.engine.step = step  # type: ignore[method-assign]
     run = run_of(node, "a", "d0")
     node.say(GATEWAY, run)
     node.pass_time(0.5)

@@ -311,16 +311,16 @@ def test_the_gateway_hears_what_a_node_has_got_before_the_end_that_tells_of_it()
     """Else the next request of the same prompt would go to another node."""
     world = Deployment()
     world.turn(4)
-    poll, cache = world.decode.poll, world.caches["decode-0"]
+    step, cache = world.decode.step, world.caches["decode-0"]
 
-    def poll_and_publish(now: float) -> bool:
-        was_busy = poll(now)
+    def step_and_publish() -> bool:
+        was_busy = step()
         if world.decode._reports:
             blocks = BlockStored("GPU", (11,), None, np.arange(4, dtype=np.int32), 4, b"")
             cache.take_in(EventBatch(0, (blocks,)))
         return was_busy
 
-    world.decode.poll = poll_and_publish  # type: ignore[method-assign]
+    world.decode.step = step_and_publish  # type: ignore[method-assign]
     heard: list[Any] = []
     receive = world.nodes._gateway.receive
 

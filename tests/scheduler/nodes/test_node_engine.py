@@ -9,11 +9,12 @@ from unittest.mock import Mock
 import numpy as np
 
 from radixkv.kvcache import CacheManager
-from radixkv.scheduler import DecodeScheduler
+from radixkv.scheduler import DecodeScheduler, PrefillScheduler, Request
 from radixkv.scheduler.handoff import (
     Ask,
     AttemptKey,
     Commit,
+    Grant,
     Header,
     Hits,
     Pull,
@@ -22,9 +23,11 @@ from radixkv.scheduler.handoff import (
     Started,
     Timing,
 )
-from radixkv.scheduler.nodes import DecodeEngine
+from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
+from radixkv.scheduler.nodes.kv_sender import KVSender
 from radixkv.scheduler.nodes.node import PeerMessage
-from radixkv.scheduler.nodes.transport import Received
+from radixkv.scheduler.nodes.transport import Offered, Received
+from radixkv.scheduler.step_plan import StepPlan
 
 
 def decode_node(scheduler: DecodeScheduler) -> Any:
@@ -32,7 +35,7 @@ def decode_node(scheduler: DecodeScheduler) -> Any:
     node: Any = DecodeEngine.__new__(DecodeEngine)
     node.scheduler, node._runner, node._transport = scheduler, Mock(), Mock()
     node._receiver = Mock()
-    node._in_flight, node._num_started, node._waits = deque(), 0, True
+    node._in_flight, node._num_started = deque(), 0
     node._outbox, node._reports, node._on_events = [], [], None
     return node
 
@@ -56,3 +59,82 @@ def test_a_part_that_arrived_during_a_long_step_is_not_late() -> None:
     node._transport.poll.return_value = []
     node.receive(PeerMessage("p0", Commit(header, 1, 9, 4, Hits(0, 0, 0))))
     assert [type(each) for each in node.take_reports()] == [Started]
+
+
+class Model:
+    """Steps that end when the test says so, or when the node waits for them."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepPlan] = []
+        self.is_ready = False
+
+    def start(self, plan: StepPlan, wrote: Any) -> None:
+        assert wrote is None
+        if plan.num_chunks:
+            self.steps.append(plan)
+
+    def read(self) -> list[int]:
+        self.is_ready = False
+        return [7] * self.steps[-1].num_chunks
+
+    def append_logprobs(self, plan: StepPlan) -> None:
+        """Nobody has asked for any."""
+
+    def collect(self) -> None:
+        """There are no tiers."""
+
+    dispatch = collect
+
+
+def prefill_node(*prompts: str) -> Any:
+    """A node that computes a prompt of two blocks per step; D has granted blocks for each."""
+    node: Any = PrefillEngine.__new__(PrefillEngine)
+    node.scheduler = PrefillScheduler(
+        CacheManager(32, 2), epoch=1, timing=Timing(), token_budget=4, max_running=4
+    )
+    node._runner, node._transport, node._num_groups = Model(), Mock(), 1
+    node._transport.poll.return_value = []
+    kv = Mock()
+    kv.describe.return_value.num_bytes = 1
+    node._sender = KVSender(kv, node._transport, max_bytes=8)
+    node._in_flight, node._num_started = deque(), 0
+    node._outbox, node._reports, node._on_events = [], [], None
+    for number, name in enumerate(prompts):
+        node.scheduler.begin(Request(name, range(4 * number, 4 * number + 4), 2), "d0")
+    node.step()
+    for name in prompts:
+        granted = Grant(Header(AttemptKey(name, 1), 5, 1, 1), 0, 2)
+        node.receive(PeerMessage("d0", granted))
+    node.take_messages()
+    return node
+
+
+def serve(node: Any) -> None:
+    """Let the transport serve every part that waits for it."""
+    parts = list(node._sender._waiting_sends)
+    node._transport.poll.return_value = [Offered(part_id, Mock()) for part_id in parts]
+    node.poll(0.0)
+    node._transport.poll.return_value = []
+
+
+def kinds(node: Any) -> list[str]:
+    return [type(each.message).__name__ for each in node.take_messages()]
+
+
+def test_a_prefill_node_waits_for_a_step_unless_a_part_waits_for_the_transport() -> None:
+    node = prefill_node("a", "b", "c")
+    model = node._runner
+    assert node.step() and (len(model.steps), len(node._in_flight)) == (1, 0)
+    assert kinds(node) == ["Commit"] and node._sender.num_waiting == 1
+    assert node.step() and (len(model.steps), len(node._in_flight)) == (2, 1)
+    assert not node.step() and not node.poll(0.0) and node.take_messages() == []
+    serve(node)
+    assert kinds(node) == ["Send"], "while the step runs"
+    assert node.step() and (len(model.steps), len(node._in_flight)) == (2, 0), "waits again"
+    assert kinds(node) == ["Commit"] and node._sender.num_waiting == 1
+    assert node.step() and not node.step() and len(node._in_flight) == 1
+    model.is_ready = True
+    assert node.step() and (len(model.steps), len(node._in_flight)) == (3, 0)
+    assert kinds(node) == ["Commit"] and node._sender.num_waiting == 2
+    serve(node)
+    assert kinds(node) == ["Send", "Send"] and not node.step()
