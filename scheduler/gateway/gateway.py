@@ -375,9 +375,9 @@ class Gateway:
 
         The next one avoids a decode node that is busy, and a pair that lost an attempt.
         """
-        if is_final and self._kept.pop(key.request_id, 0):
-            is_final, is_busy = False, True  # without the tokens so far it may fit
         if key in self._routes:
+            if is_final and self._kept.pop(key.request_id, 0):
+                is_final, is_busy = False, True  # without the tokens so far it may fit
             if is_busy:
                 self._avoided[key.request_id] = frozenset((self._routes[key].decode,))
             if is_lost:

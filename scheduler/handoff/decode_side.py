@@ -359,7 +359,8 @@ class DecodeSide:
         try:
             request = request_of(ask) if asked.request is None else asked.request
             asked.is_fetching = False
-            if self._is_in_flight(request) and self._deferred.has_room:
+            has_room = self._deferred.has_room(request.request_id)
+            if has_room and self._is_in_flight(request):
                 return Renew(reply)
             lease = request.lease = self._admit(request, self._may_wait(asked))
         except (RequestError, TokenError) as error:
@@ -389,7 +390,7 @@ class DecodeSide:
     def _may_wait(self, asked: DeferredAsk) -> bool:
         """Whether an ASK may wait, or wait longer, for blocks from storage."""
         if asked.request is None:
-            return self._deferred.has_room
+            return self._deferred.has_room(asked.key.request_id)
         return self._now - asked.fetches_at < self._timing.silence_s
 
     def _must_wait(self, deferred: DeferredAsk) -> bool:

@@ -43,10 +43,9 @@ class DeferredAsks:
     def __init__(self) -> None:
         self._by_request: dict[str, DeferredAsk] = {}
 
-    @property
-    def has_room(self) -> bool:
-        """Whether one more can be deferred."""
-        return len(self._by_request) < MAX_DEFERRED
+    def has_room(self, request_id: str) -> bool:
+        """Whether an ASK of a request can be deferred, or stay so."""
+        return request_id in self._by_request or len(self._by_request) < MAX_DEFERRED
 
     def add(self, deferred: DeferredAsk) -> None:
         """Defer an ASK; it takes the place of an older one of its request."""

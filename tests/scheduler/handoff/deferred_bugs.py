@@ -12,7 +12,7 @@ DEFERRED_BUGS: Final = [
     bug(
         "a block is granted for two prompts at once",
         D,
-        ("if self._is_in_flight(request) and self._deferred.has_room:", "if False:"),
+        ("if has_room and self._is_in_flight(request):", "if False:"),
     ),
     bug(
         "deferred ASKs are not answered",
@@ -69,7 +69,7 @@ DEFERRED_BUGS: Final = [
     bug(
         "any number of ASKs is deferred",
         DEFERRED,
-        ("return len(self._by_request) < MAX_DEFERRED", "return True"),
+        ("len(self._by_request) < MAX_DEFERRED", "True"),
     ),
     bug(
         "D grants before storage has answered",

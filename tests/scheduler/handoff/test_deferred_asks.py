@@ -216,6 +216,7 @@ def test_a_deferred_ask_is_refused_when_d_drains() -> None:
 def test_the_number_of_deferred_asks_is_limited() -> None:
     d = scheduler(max_running=200, token_budget=200, num_blocks=16)
     deferred(d, *[f"r{number}" for number in range(1 + MAX_DEFERRED)])
+    assert isinstance(ask(d, "r1"), Renew), "it is deferred already"
     assert isinstance(ask(d, "one more"), Grant)
 
 

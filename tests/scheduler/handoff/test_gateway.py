@@ -108,6 +108,19 @@ def test_a_request_ends_where_its_tokens_do_whatever_its_attempts_told(
     assert (request.output_tokens, request.finish_reason) == (output, reason)
 
 
+def test_a_late_failure_of_an_attempt_that_moved_keeps_the_tokens_of_the_next() -> None:
+    gateway = make("d0", "d1")
+    gateway.add_request(Request("a", [1, 2, 3], 6), 0.0)
+    first = begin(gateway)
+    gateway.started(first.key)
+    gateway.set_free("d1", 20)
+    gateway.preempted(first.key, (7, 8), Hits(), 1)
+    second = begin(gateway)
+    gateway.prefill_failed(first.key, "too large", is_final=True)
+    gateway.prefill_failed(second.key, "no")
+    assert begin(gateway, now=1.0).request.prompt.tolist() == [1, 2, 3, 7, 8]
+
+
 def record(token: int) -> TokenLogprob:
     return TokenLogprob(token, -0.25 * token, 1, ())
 
