@@ -13,6 +13,7 @@ from radixkv.kvcache import BlockRemoved, BlockStored, CacheManager, EventBatch
 from radixkv.kvcache.events import hash_blocks
 from radixkv.scheduler import handoff
 from radixkv.scheduler.errors import RoutingError
+from radixkv.scheduler.gateway import cache_index
 from radixkv.scheduler.gateway.cache_index import CacheIndex, CacheReporter
 from radixkv.scheduler.gateway.router import CacheSize, Route, Router
 from radixkv.scheduler.handoff import AttemptKey
@@ -70,9 +71,9 @@ def test_hashes_are_those_of_the_events() -> None:
     assert hash_blocks(tokens[:1], 2) == []
 
 
-def stored(*hashes: int) -> EventBatch:
+def stored(*hashes: int, medium: str = "GPU") -> EventBatch:
     tokens = np.zeros(len(hashes), np.int32)
-    return EventBatch(0, (BlockStored("GPU", hashes, None, tokens, 1, b""),))
+    return EventBatch(0, (BlockStored(medium, hashes, None, tokens, 1, b""),))
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1])
@@ -84,6 +85,34 @@ def test_many_blocks_come_in_several_updates(extra: int) -> None:
     assert len(updates) == reporter.num_updates == 2 + (extra > 0)
     assert all(index.apply(update) for update in updates)
     assert index.held["GPU"] == set(hashes)
+
+
+@pytest.mark.parametrize("on_device", [0, 1, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("on_host", [0, 1, 3, 4, 9])
+def test_an_update_has_a_limited_number_of_blocks_of_all_tiers_together(
+    on_device: int, on_host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that were stored and removed; and no update is sent in vain."""
+    monkeypatch.setattr(cache_index, "MAX_UPDATE_BLOCKS", 4)
+    reporter, index = CacheReporter(), CacheIndex()
+    assert all(index.apply(update) for update in reporter.take_messages())
+    numbers = {"GPU": on_device, "CPU": on_host}
+    for medium, number in numbers.items():
+        reporter.take_in(stored(*range(number), medium=medium))
+        if number:
+            reporter.take_in(EventBatch(1, (BlockRemoved(medium, (number - 1,)),)))
+    updates = reporter.take_messages()
+    assert len(updates) == -(-(on_device + on_host) // 4)
+    for update in updates:
+        fields = (
+            update.device_stored,
+            update.device_removed,
+            update.host_stored,
+            update.host_removed,
+        )
+        assert 0 < sum(map(len, fields)) <= 4 * 8
+        assert index.apply(update)
+    assert index.held == {medium: set(range(number - 1)) for medium, number in numbers.items()}
 
 
 def test_a_late_ask_is_not_answered_and_storage_is_not_indexed() -> None:

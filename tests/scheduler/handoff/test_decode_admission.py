@@ -161,6 +161,23 @@ def test_room_is_set_aside_for_twice_the_time_between_two_asks() -> None:
 
 
 @given(
+    pauses=st.lists(st.integers(0, 6), max_size=6),
+    patience_s=st.integers(1, 9),
+    rest=st.integers(0, 20),
+)
+def test_the_longest_time_between_two_asks_counts(
+    pauses: list[int], patience_s: int, rest: int
+) -> None:
+    fairness, now = AdmissionFairness(float(patience_s), max_overtaken=0), 3.0
+    fairness.refused("large", 5, now)
+    for pause in pauses:
+        now += pause
+        fairness.refused("large", 5, now)
+    is_awaited = rest < max(patience_s, *(2 * pause for pause in pauses), 0)
+    assert fairness.set_aside("small", now + rest) == [5] * is_awaited
+
+
+@given(
     max_overtaken=st.integers(0, 3),
     before=st.integers(0, 9),
     asks=st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans()), max_size=30),

@@ -193,6 +193,20 @@ def test_requests_wait_for_nodes_to_join() -> None:
     assert begin(gateway, now=1.0).key == AttemptKey("a #0.0", 1)
 
 
+def test_waiting_for_nodes_counts_as_no_attempt() -> None:
+    gateway = make()
+    gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    for now in range(9):
+        gateway.tick(float(now))
+        assert gateway.take_actions() == [] and gateway.failures == {}
+    gateway.add_decode("d0", CacheSize(20, 4))
+    for attempt in (1, 2, 3):
+        run = begin(gateway, now=8.0 + attempt)
+        assert run.key == ("a #0.0", attempt) and gateway.failures == {}
+        gateway.prefill_failed(run.key, "no")
+    assert len(gateway.take_ended()) == 1 and gateway.failures == {"a": "no"}
+
+
 @given(st.lists(st.sampled_from(["p0", "d0", "d1", "is added", "is aborted", "fails"])))
 def test_only_an_attempt_that_a_node_got_is_cancelled(steps: list[str]) -> None:
     """A node joins, or is gone if it is there; without any, a request waits, and is tried again."""
@@ -249,6 +263,18 @@ def test_failures_have_their_reasons() -> None:
     assert gateway.take_ended() == [late]
     assert gateway.failures["late"] == "not done in time: attempt 1 has not ended"
     assert (late.status, late.finish_reason) == (RequestStatus.ABORTED, "abort")
+
+
+def test_a_new_request_of_a_failed_one_s_name_has_not_failed() -> None:
+    gateway = make("d0")
+    for name in ("a", "b"):
+        gateway.add_request(Request(name, range(100), 1), 0.0)
+    gateway.tick(0.0)
+    assert len(gateway.take_ended()) == 2
+    gateway.add_request(Request("a", [1, 2, 3], 1), 0.0)
+    assert gateway.failures.keys() == {"b"}
+    gateway.finished(begin(gateway).key, [7], Hits(), 0)
+    assert gateway.take_ended()[0].output_tokens == [7] and gateway.failures.keys() == {"b"}
 
 
 def test_a_failure_names_the_request_as_the_client_does() -> None:
@@ -425,6 +451,29 @@ def test_what_a_request_has_computed_attracts_only_its_namespace() -> None:
         gateway.add_request(Request(name, longer, 1, namespace=namespace), 0.0)
         begin(gateway)
         assert gateway.loads["d0" if name == "same" else "d1"] == num_lacking
+
+
+@pytest.mark.parametrize("num_output", range(2, 8))
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_decode_node_is_expected_to_have_all_tokens_but_the_last(
+    moves: bool, num_output: int
+) -> None:
+    """Also those that an attempt before the move has generated."""
+    gateway, prompt = make("d0", "d1"), list(range(10))
+    output = list(range(20, 20 + num_output))
+    gateway.add_request(Request("a", prompt, num_output), 0.0)
+    run = begin(gateway)
+    if moves:
+        gateway.set_free("d1", 20)
+        gateway.preempted(run.key, output[:1], Hits(), 1)
+        run = begin(gateway)
+    gateway.finished(run.key, output[moves:], Hits(), 0)
+    gateway.remove_node("d0" if moves else "d1")
+    longer = [*prompt, *output, 99]
+    gateway.add_request(Request("b", longer, 1), 0.0)
+    assert begin(gateway).route.decode == run.route.decode
+    num_lacking = -(-len(longer) // 4) - (len(prompt) + num_output - 1) // 4
+    assert gateway.loads[run.route.decode] == num_lacking
 
 
 def test_attempts_are_lost_for_too_long_at_the_limit() -> None:

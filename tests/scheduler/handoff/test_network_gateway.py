@@ -286,6 +286,26 @@ def test_a_node_that_restarts_is_not_replaced_by_one_that_was_refused() -> None:
         assert refused(gateway) == {"d0": "its transport is nixl, but that of p0 is jax"}
 
 
+@pytest.mark.parametrize(
+    "more", [{"address": "127.0.0.1:6"}, {"num_blocks": 65}, {"max_model_len": 9}], ids=str
+)
+def test_a_node_that_says_something_else_of_itself_is_another_one(more: dict[str, Any]) -> None:
+    """Even in the same epoch: what it was told before went to the one that it was."""
+    gateway = make("p0", "d0")
+    gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    first = run(gateway, 0.0)
+    for now in (1.0, 2.0):
+        join(gateway, "d0", now, **more)
+        actions = gateway.take_actions()
+        connections = [each for each in actions if isinstance(each, Connect | Disconnect)]
+        address = more.get("address", "127.0.0.1:5")
+        expected = [Disconnect("d0"), Connect("d0", address)] if now == 1.0 else []
+        assert connections == expected
+    again = run(gateway, 2.0)
+    assert (again.key.attempt, again.decode_address) == (2, address) and first.key.attempt == 1
+    assert (gateway.num_nodes_lost, gateway.num_attempts_lost) == (1, 1)
+
+
 def test_a_refused_node_that_was_drained_does_not_serve_later() -> None:
     gateway = make("p0")
     join(gateway, "d0", 4.0, **NIXL)
