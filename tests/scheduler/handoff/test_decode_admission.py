@@ -152,6 +152,37 @@ def test_a_slot_is_set_aside_with_the_room() -> None:
         assert isinstance(answer, Grant) if is_room else refusal(answer) == ("others wait", 1, 0)
 
 
+@pytest.mark.parametrize(("num_free", "is_room"), [(5, False), (6, True)])
+def test_others_may_use_all_but_the_room_that_is_set_aside(num_free: int, is_room: bool) -> None:
+    d = scheduler(num_blocks=64, max_overtaken=0)
+    held = d.manager.admit(d.manager.match([1] * 120))
+    assert refusal(ask(d, "l", 10, 1)) == ("out of blocks", 5, 4)
+    d.manager.release(held)
+    d.manager.admit(d.manager.match([1] * (128 - 2 * num_free)))
+    answer = ask(d, "s", 2, 1)
+    assert isinstance(answer, Grant) if is_room else refusal(answer) == ("others wait", 1, 0)
+
+
+def test_room_is_set_aside_since_the_clock_of_the_refusal() -> None:
+    """Messages are received between two ticks, after `set_time` alone."""
+    d = scheduler(num_blocks=12, max_overtaken=0)
+    ask(d, "a", 4, 2)
+    d.set_time(100.0)
+    assert refusal(ask(d, "z", 20, 2))[0] == "out of blocks"
+    d.tick(104.9)
+    assert refusal(ask(d, "c", 4, 2)) == ("others wait", 1, 0)
+    d.tick(105.0)
+    assert isinstance(ask(d, "d", 4, 2), Grant)
+
+
+def test_no_room_is_set_aside_for_who_was_refused_while_d_drained() -> None:
+    d = scheduler(num_blocks=12, max_overtaken=0)
+    d.drain("other weights")
+    assert refusal(ask(d, "z", 20, 2)) == ("draining", 0, 0)
+    d.resume()
+    assert isinstance(ask(d, "c", 4, 2), Grant)
+
+
 def test_room_is_set_aside_for_twice_the_time_between_two_asks() -> None:
     fairness = AdmissionFairness(1.0, max_overtaken=0)
     fairness.refused("large", 5, 0.0)

@@ -290,11 +290,11 @@ def complete_all(d: DecodeScheduler) -> None:
         tiers.complete(operation.id, [ok] * (operation.num_blocks or len(operation.keys)))
 
 
-def pressed(d: DecodeScheduler) -> None:
+def pressed(d: DecodeScheduler, max_new_tokens: int = 9) -> None:
     """Let three requests decode until one of them is preempted."""
     for name in "abc":
         d.receive("p0", Ask(Header(AttemptKey(name, 1), 5), ord(name).to_bytes(4, "little") * 4,
-                            b"", 2, 1, 9))  # fmt: skip
+                            b"", 2, 1, max_new_tokens))  # fmt: skip
         complete_all(d)
         d.tick(0.0)
         granted = answers(d)[-1]
@@ -326,6 +326,23 @@ def test_a_preempted_request_is_reported_once_its_kv_is_saved() -> None:
     tiers = d.manager.stats().tiers
     assert tiers is not None and tiers.parked == 0
     assert d.manager.available == 12
+
+
+def test_a_request_that_is_preempted_again_is_reported_again() -> None:
+    d = scheduler(num_blocks=14, preempt="host")
+    pressed(d, 17)
+    told: list[tuple[str, int]] = []
+    while d.has_work:
+        for _ in range(3):
+            complete_all(d)
+        told += [
+            (each.key.request_id, each.request.num_preemptions)
+            for each in actions(d)
+            if isinstance(each, Preempted)
+        ]
+        step(d)
+    assert len(set(told)) == len(told)
+    assert [number for name, number in told if name == "c"][:2] == [1, 2]
 
 
 def test_requests_that_a_reset_preempts_are_not_reported() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,15 @@ from radixkv.scheduler.gateway.gateway import Gateway, RunAttempt
 from radixkv.scheduler.gateway.retries import Answer, Begin, Cancel, RequestRetrier
 from radixkv.scheduler.gateway.router import CacheSize
 from radixkv.scheduler.handoff import AttemptKey, Hits
-from radixkv.scheduler.request import Request, RequestStatus, SamplingParams, TokenLogprob
+from radixkv.scheduler.handoff.gateway_messages import MAX_NEW_TOKENS
+from radixkv.scheduler.handoff.records import max_tokens
+from radixkv.scheduler.request import (
+    MAX_STOP_TOKEN_IDS,
+    Request,
+    RequestStatus,
+    SamplingParams,
+    TokenLogprob,
+)
 
 
 def make(*decode: str, now: float = 0.0) -> Gateway:
@@ -167,6 +175,44 @@ def test_when_all_pairs_lost_an_attempt_the_last_one_is_avoided_though_it_is_idl
     assert begin(gateway, now=1.0).route.decode == "d0"
     gateway.prefill_failed(run.key, "silence", is_lost=True)
     assert begin(gateway, now=2.0).route.decode == "d0"
+
+
+def test_the_decode_node_that_was_busy_last_is_avoided_though_it_is_idle() -> None:
+    gateway = make("d0", "d1")
+    gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    for now, busy in enumerate(("d0", "d1")):
+        run = begin(gateway, now=float(now))
+        assert run.route.decode == busy
+        if busy == "d1":
+            gateway.add_request(Request("other", [7] * 9, 2), float(now))
+            assert begin(gateway, now=float(now)).route.decode == "d0"
+        gateway.prefill_failed(run.key, "out of blocks", is_busy=True)
+    assert begin(gateway, now=2.0).route.decode == "d0"
+
+
+LIMITS: Final[dict[str, dict[str, Any]]] = {
+    f"at most {MAX_NEW_TOKENS} new tokens": {"max_new_tokens": MAX_NEW_TOKENS},
+    f"at most {MAX_STOP_TOKEN_IDS} stop tokens": {"stop_token_ids": range(MAX_STOP_TOKEN_IDS)},
+    f"at most {max_tokens(20)} tokens with": {"max_new_tokens": max_tokens(20), "logprobs": 20},
+}
+
+
+@pytest.mark.parametrize(("text", "most"), LIMITS.items(), ids=LIMITS)
+def test_a_request_may_ask_for_as_much_as_a_message_has_room_for(
+    text: str, most: dict[str, Any]
+) -> None:
+    gateway = make("d0")
+    for name, value in most.items():
+        if name == "logprobs":
+            continue
+        more = range(len(value) + 1) if isinstance(value, range) else value + 1
+        with pytest.raises(RequestError, match=text):
+            gateway.add_request(
+                Request("a", [1], **({"max_new_tokens": 1} | most | {name: more})), 0.0
+            )
+    assert gateway.num_open == 0
+    gateway.add_request(Request("a", [1], **({"max_new_tokens": 1} | most)), 0.0)
+    assert gateway.num_open == 1
 
 
 def test_attempts_of_a_lost_node_are_retried() -> None:

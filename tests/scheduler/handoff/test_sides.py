@@ -648,6 +648,34 @@ def test_blocks_that_another_has_published_are_freed_unless_d_reads_them(
     assert manager.stats().free_blocks == (0 if is_read else 3)
 
 
+@pytest.mark.parametrize("how", ["ACK", "fenced ABORT", "withdrawn"])
+def test_what_was_not_published_while_d_read_it_is_published_at_the_end(how: str) -> None:
+    """Another has published the first two blocks; the third one is new."""
+    manager = CacheManager(8, 2)
+    p = PrefillSide(manager, epoch=1, timing=Timing(), num_groups=2)
+    keys = [KEY, AttemptKey("r2", 1)]
+    for key in keys:
+        p.begin(key, D, Request(key.request_id, PROMPT, 4))
+        p.receive(D, Grant(Header(key, 1, 1, 1), 0, 2))
+    for key, num_tokens in ((keys[0], 4), (keys[1], 4), (keys[1], len(PROMPT))):
+        for group in (0, 1):
+            p.computed(key, num_tokens, group)
+    assert manager.match(PROMPT).num_tokens == 4
+    header = Header(keys[1], 1, 1, 1)
+    match how:
+        case "ACK":
+            p.sampled(keys[1], 1, Hits())
+            p.receive(D, handoff.Ack(header))
+        case "fenced ABORT":
+            p.receive(D, Abort(header, "no", fenced=True))
+        case _:
+            p.abort(keys[1], "cancelled")
+            assert manager.match(PROMPT).num_tokens == 4
+            p.fenced(keys[1])
+    assert p.num_open == 1 and manager.match(PROMPT).num_tokens == 6
+    manager.check()
+
+
 def test_p_has_not_lost_a_busy_d_nor_one_that_gives_up() -> None:
     pair = Pair(handoff)
     pair.d.receive(P, pair.begin())
