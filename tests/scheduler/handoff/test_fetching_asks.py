@@ -135,6 +135,20 @@ def test_an_ask_waits_for_slow_storage_as_long_as_for_a_silent_peer() -> None:
     assert isinstance(ask(d, "b", [1, 2]), Renew), "another request asks storage"
 
 
+def test_those_whose_fetch_was_late_leave_the_room_on_the_host_to_others() -> None:
+    d = scheduler()
+    for number in range(12):  # the host has 16 blocks, and each fetches 2
+        name, prompt, now = str(number), [number] * 5, 10.0 * number
+        for later_s in (0.0, 4.0):
+            d.tick(now + later_s)
+            assert isinstance(ask(d, name, prompt), Renew), "it waits for storage"
+        d.tick(now + 5.0)
+        [granted] = answers(d)
+        assert isinstance(granted, Grant) and granted.first_block == 0
+        d.give_up(AttemptKey(name, 1), "cancelled")
+        actions(d)
+
+
 def test_two_requests_for_one_prompt_fetch_it_once() -> None:
     d = scheduler()
     assert isinstance(ask(d, "a"), Renew) and isinstance(ask(d, "b"), Renew)
