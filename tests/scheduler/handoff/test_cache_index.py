@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.kvcache import BlockRemoved, BlockStored, CacheManager, EventBatch
-from radixkv.kvcache.events import hash_blocks
+from radixkv.kvcache.events import Medium, hash_blocks
 from radixkv.scheduler import handoff
 from radixkv.scheduler.errors import RoutingError
 from radixkv.scheduler.gateway import cache_index
@@ -71,7 +71,7 @@ def test_hashes_are_those_of_the_events() -> None:
     assert hash_blocks(tokens[:1], 2) == []
 
 
-def stored(*hashes: int, medium: str = "GPU") -> EventBatch:
+def stored(*hashes: int, medium: Medium = "GPU") -> EventBatch:
     tokens = np.zeros(len(hashes), np.int32)
     return EventBatch(0, (BlockStored(medium, hashes, None, tokens, 1, b""),))
 
@@ -96,7 +96,7 @@ def test_an_update_has_a_limited_number_of_blocks_of_all_tiers_together(
     monkeypatch.setattr(cache_index, "MAX_UPDATE_BLOCKS", 4)
     reporter, index = CacheReporter(), CacheIndex()
     assert all(index.apply(update) for update in reporter.take_messages())
-    numbers = {"GPU": on_device, "CPU": on_host}
+    numbers: dict[Medium, int] = {"GPU": on_device, "CPU": on_host}
     for medium, number in numbers.items():
         reporter.take_in(stored(*range(number), medium=medium))
         if number:
