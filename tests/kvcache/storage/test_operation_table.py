@@ -61,6 +61,7 @@ class Operations(RuleBasedStateMachine):
         self.late_in: dict[Task, int] = {}
         self.now = 0
         self.late = 0
+        self.errors: Counter[str] = Counter()
 
     @rule(
         kind=st.sampled_from(Kind),
@@ -133,7 +134,9 @@ class Operations(RuleBasedStateMachine):
         expected.tasks.remove(task)
         expected.reported |= self.undelivered.pop(task, {})
         self.late += self.late_in.pop(task, 0)
-        self.table.report(task, ["OSError"] if Status.FAILED in task.results else [])
+        errors = ["OSError"] if Status.FAILED in task.results else []
+        self.errors.update(errors)
+        self.table.report(task, errors)
 
     def ends(self, expected: Expected, status: Status) -> None:
         """End an operation; the results so far count."""
@@ -188,6 +191,7 @@ class Operations(RuleBasedStateMachine):
     def it_agrees(self) -> None:
         self.table.check()
         assert self.table.late_blocks == self.late
+        assert self.table.errors == self.errors  # also of those that are late
         for operation, expected in self.expected.items():
             assert self.table.ended(operation) == expected.over
             assert self.table.fenced(operation) == (expected.over and not expected.tasks)
@@ -231,13 +235,52 @@ TestOperations.settings = scaled(150, 40)
 
 def test_lookups_go_first_then_loads_then_the_others_in_order() -> None:
     table = OperationTable(BUDGET, NUM_THREADS)
-    kinds = [Kind.STORE, Kind.DELETE, Kind.LOAD, Kind.LOOKUP]
+    kinds = [Kind.STORE, Kind.TOUCH, Kind.DELETE, Kind.LOAD, Kind.LOOKUP]
     for kind in kinds:
         table.submit(kind, KEYS[:1], [[memoryview(b"a")]], deadline=1)
     order = []
     while (task := table.take()) is not None:
         order.append(task.kind)
-    assert order == [Kind.LOOKUP, Kind.LOAD, Kind.STORE, Kind.DELETE]
+    assert order == [Kind.LOOKUP, Kind.LOAD, Kind.STORE, Kind.TOUCH, Kind.DELETE]
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_operations_of_a_kind_are_taken_whole_in_the_order_of_submission(kind: Kind) -> None:
+    """A touch and a delete may count on the stores before them, and no operation starves."""
+    table = OperationTable(BUDGET, 1)
+    blocks = [[memoryview(b"a")] for _ in KEYS]
+    operations = [
+        table.submit(kind, KEYS * 2, blocks * 2, deadline=1, quiet=quiet)
+        for quiet in (False, True, False)
+    ]
+    taken = {operation: 0 for operation in operations}
+    while (task := table.take()) is not None:
+        assert task.first == taken[task.operation.id]
+        taken[task.operation.id] += len(task.keys)
+        left = [operation for operation in operations if taken[operation] < 2 * len(KEYS)]
+        assert all(taken[operation] == 0 for operation in left[1:])
+    assert [*taken.values()] == [2 * len(KEYS)] * 3
+
+
+def test_each_thread_gets_its_share_of_what_is_left_of_a_load() -> None:
+    table = OperationTable(BUDGET, 3)
+    keys = [bytes([number]) * 32 for number in range(12)]
+    for _ in range(2):
+        table.submit(Kind.LOAD, keys, [[memoryview(b"a")]] * len(keys), deadline=1)
+    taken = []
+    while (task := table.take()) is not None:
+        taken.append(len(task.keys))
+    assert taken == [4, 3, 2, 1, 1, 1] * 2
+
+
+@pytest.mark.parametrize("size", [BUDGET, BUDGET + 1])
+def test_a_block_may_take_the_whole_budget_and_no_more(size: int) -> None:
+    table = OperationTable(BUDGET, 1)
+    table.submit(Kind.STORE, KEYS[:1], [[memoryview(bytes(size))]], deadline=1)
+    table.check()
+    assert table.has_work == (size == BUDGET)
+    assert table.bytes_in_flight[Kind.STORE] == (size if size == BUDGET else 0)
+    assert [each.statuses for each in table.drain()] == [(Status.DROPPED,)] * (size > BUDGET)
 
 
 def test_a_lookup_waits_for_a_few_loads_at_most() -> None:
