@@ -198,6 +198,51 @@ def test_blocks_in_storage_are_forgotten_when_there_are_too_many() -> None:
     assert batch.events == (BlockRemoved("STORAGE", tuple(known)),)
 
 
+@pytest.mark.parametrize("num_copied", [1, 2, 3])
+def test_a_part_of_a_run_that_reached_the_host_has_its_own_tokens(num_copied: int) -> None:
+    manager = CacheManager(3, 2, host=HostConfig(3, "back"), record_events=True)
+    assert manager.tiers is not None
+    tokens = [1, 2, 3, 4, 5, 6]
+    serve(manager, tokens)
+    manager.evict(3)
+    taken(manager)
+    [copy] = manager.tiers.take_operations()
+    manager.tiers.complete(copy.id, [place < num_copied for place in range(3)])
+    [event] = taken(manager)
+    names = hash_blocks(np.array(tokens, np.int32), 2)
+    assert stored(event).block_hashes == tuple(names[:num_copied])
+    assert stored(event).token_ids.tolist() == tokens[: 2 * num_copied]
+
+
+@pytest.mark.parametrize("max_stored", [MAX_STORED, 3])
+@pytest.mark.parametrize("failed", [None, *range(5)])
+def test_a_write_of_several_paths_tells_of_each_block_that_was_stored(
+    failed: int | None, max_stored: int
+) -> None:
+    manager = CacheManager(8, 2, host=HostConfig(8, "back"), storage=STORAGE, record_events=True)
+    tiers, recorder = manager.tiers, manager._events
+    assert tiers is not None and recorder is not None
+    recorder.max_stored = max_stored
+    names: dict[bytes, int] = {}
+    for tokens in ([1, 2], [3, 4, 5, 6], [7, 8, 9, 10]):
+        serve(manager, tokens)
+        hashes = hash_blocks(np.array(tokens, np.int32), 2)
+        names.update(zip(STORAGE.block_keys(tokens), hashes, strict=True))
+    manager.evict(8)
+    for copy in tiers.take_operations():
+        tiers.complete(copy.id, [True] * copy.num_blocks)
+    taken(manager)
+    [write] = tiers.take_operations()
+    assert len(write.keys) == 5
+    tiers.complete(write.id, [place != failed for place in range(5)])
+    good = [names[key] for place, key in enumerate(write.keys) if place != failed]
+    told = taken(manager)
+    gone = good[:2:-1] if max_stored == 3 else []  # of a path, its end goes first
+    if gone:
+        assert told.pop() == BlockRemoved("STORAGE", tuple(gone))
+    assert [each for event in told for each in stored(event).block_hashes] == good
+
+
 @pytest.mark.parametrize("ok", [[True], [False]])
 def test_a_lookup_tells_what_storage_has(ok: list[bool]) -> None:
     manager = CacheManager(2, 2, host=HostConfig(2), storage=STORAGE, record_events=True)
@@ -217,6 +262,8 @@ def test_a_lookup_tells_what_storage_has(ok: list[bool]) -> None:
         ([True, None, False], [2]),
         ([False, None, None], [0]),
         ([None, True, False], [2]),
+        ([True, False, False], [1, 2]),
+        ([False, True, False], [0, 2]),
     ],
 )
 def test_what_storage_does_not_answer_is_as_before(ok: list[bool | None], lost: list[int]) -> None:
