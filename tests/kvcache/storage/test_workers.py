@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from threading import Thread
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -275,6 +275,15 @@ def test_an_error_is_logged_again_only_after_a_success(caplog: pytest.LogCapture
     assert calls == ["lookup", "touch", "load", "store", "delete"] * 3
 
 
+def test_another_error_than_the_last_is_logged_too(caplog: pytest.LogCaptureFixture) -> None:
+    checksummed = ChecksummedBackend(MemoryBackend())
+    for error in (OSError(), OSError(), KeyError(), KeyError(), OSError()):
+        checksummed.backend = BrokenBackend(error)
+        checksummed.touch(KEYS[:1])
+    names = [message.split(": ")[1].split(";")[0] for message in caplog.messages]
+    assert names == ["OSError", "KeyError", "OSError"]
+
+
 def test_the_success_of_a_call_is_none_of_another(caplog: pytest.LogCaptureFixture) -> None:
     """A server that answers lookups but refuses writes is logged once."""
     backend = MemoryBackend()
@@ -341,10 +350,20 @@ def test_a_poll_wakes_another_thread_if_the_first_is_stuck() -> None:
             wait_ended(storage, load)
 
 
+@pytest.mark.parametrize("fails", [False, True])
 def test_a_poll_wakes_a_thread_only_without_progress_since_the_last_poll(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    backend = HeldBackend()
+    """A block that fails is progress too: the thread is not stuck."""
+
+    class FailsAfterwards(HeldBackend):
+        def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+            found = super().get(key, into)
+            if fails:
+                raise OSError
+            return found
+
+    backend = FailsAfterwards()
     with workers(backend, num_threads=1) as storage:
         storage.load(KEYS[:2], [[bytearray(1)]] * 2, timeout_s=LONG_S)
         backend.entered.acquire()
@@ -391,6 +410,39 @@ def test_a_lookup_does_not_wait_for_a_stuck_thread() -> None:
         for _ in range(2):
             storage.lookup(KEYS, timeout_s=LONG_S)
             backend.entered.acquire()
+
+
+@pytest.mark.parametrize(("stuck", "use_all"), [(Kind.STORE, False), (Kind.LOAD, True)])
+def test_a_thread_goes_on_beside_one_that_is_stuck(
+    monkeypatch: pytest.MonkeyPatch, stuck: Kind, use_all: bool
+) -> None:
+    """Without a poll, if that one has another kind of operation, or all threads work."""
+    begun, may_end = Event(), Event()
+
+    class HoldsFirstKey(MemoryBackend):
+        def hold(self, key: bytes) -> None:
+            if key == KEYS[0]:
+                begun.set()
+                assert may_end.wait(LONG_S)
+
+        def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+            self.hold(key)
+            return super().get(key, into)
+
+        def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
+            self.hold(key)
+            super().put(key, parts)
+
+    monkeypatch.setattr(AdaptiveParallelism, "observe", lambda *args, **options: False)
+    with workers(HoldsFirstKey(), num_threads=2) as storage:
+        storage._parallelism.use_all_threads = use_all
+        first = submit(storage, stuck, KEYS[:1])
+        assert begun.wait(LONG_S)
+        load = submit(storage, Kind.LOAD, KEYS[1:4])  # two tasks
+        wait_ended(storage, load)
+        assert not storage.fenced(first)
+        may_end.set()
+        wait_ended(storage, first)
 
 
 def test_submitted_operations_wake_all_threads_if_that_pays() -> None:
