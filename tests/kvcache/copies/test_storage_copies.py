@@ -12,7 +12,7 @@ from radixkv.kvcache.ids import Epoch
 from radixkv.kvcache.storage import Status, StorageWorkers, open_backend
 from radixkv.kvcache.tiers.operations import OpKind
 
-from ..driving import Bench, FakeStorage
+from ..driving import LONG_S, Bench, FakeStorage
 
 DOWN, UP, ACROSS = OpKind.DEVICE_TO_HOST, OpKind.HOST_TO_DEVICE, OpKind.DEVICE_TO_DEVICE
 OUT, IN = OpKind.HOST_TO_STORAGE, OpKind.STORAGE_TO_HOST
@@ -262,6 +262,58 @@ class TestStorage:
         assert not bench.driver.is_touching
         bench.driver.touch(KEYS[2:4])
         assert storage.asked[-1].keys == KEYS[2:4]
+
+    @pytest.mark.parametrize("fenced", [True, False])
+    def test_wait_lasts_until_storage_has_ended_and_fenced_all(
+        self, bench, storage, monkeypatch, fenced
+    ):
+        """Also a touch, which has no result, and the fence of what has ended."""
+        if fenced:
+            bench.driver.touch(KEYS[:2])
+        else:
+            bench.start(IN, destinations=[1], keys=KEYS[:1])
+            storage.end(storage.asked[0], [Status.MISSING], fenced=False)
+            assert len(bench.driver.poll()) == 1
+        asked, polls = storage.asked[0], []
+        poll = storage.poll
+
+        def late():
+            polls.append(None)
+            if len(polls) == 3:
+                if fenced:
+                    storage.end(asked, [Status.TOUCHED] * 2, fenced=True)
+                asked.fenced = True
+            return poll()
+
+        monkeypatch.setattr(storage, "poll", late)
+        bench.driver.wait(LONG_S)
+        assert not bench.driver.is_touching and len(polls) == 3
+        assert len(bench.driver.fenced()) == (not fenced)
+
+    def test_storage_keeps_the_deadlines_of_its_operations(self, bench, storage):
+        """By its own clock: what it answers late, but in time, counts."""
+        op_id = bench.start(OUT, [1], keys=KEYS[:1], timeout_s=5)
+        bench.clock.now = 100
+        assert bench.driver.poll() == []
+        storage.end(storage.asked[0], [Status.STORED], fenced=True)
+        assert bench.driver.poll() == [OperationResult(op_id, (True,), fenced=True)]
+
+    def test_while_storage_hangs_a_lookup_does_not_follow_a_load(self, bench, storage):
+        bench.start(OpKind.LOOKUP, keys=KEYS[:1])
+        storage.end(storage.asked[0], [Status.TIMED_OUT], fenced=True)
+        bench.driver.poll()
+        bench.start(IN, destinations=[1], keys=KEYS[:1])
+        op_id = bench.start(OpKind.LOOKUP, keys=KEYS[:1])
+        assert bench.driver.poll() == [OperationResult(op_id, (None,), fenced=True)]
+        assert [asked.kind.name for asked in storage.asked] == ["LOOKUP", "LOAD"]
+        storage.end(storage.asked[1], [Status.MISSING], fenced=True)
+        bench.driver.poll()
+
+    def test_the_first_block_that_was_not_stored_tells_the_outcome(self, bench, storage):
+        bench.start(OUT, [1, 2], keys=KEYS[:2])
+        storage.end(storage.asked[0], [Status.TIMED_OUT, Status.DROPPED], fenced=True)
+        bench.driver.poll()
+        assert bench.driver.stats().operations == {(OUT, Outcome.TIMED_OUT): 1}
 
     def test_a_touch_of_a_closed_storage_is_an_error(self):
         storage = StorageWorkers(open_backend("memory://"), max_bytes_in_flight=1)

@@ -212,6 +212,43 @@ class TestDeviceToHost:
             bench.finish_write()
             assert [result.op_id for result in bench.results()] == [first]
 
+    @pytest.mark.parametrize("error", [None, MemoryError()], ids=repr)
+    def test_pieces_before_the_one_that_finds_no_room_count(self, error):
+        """Only the rest is dropped; an error of a write is worse than that."""
+
+        class Ticking(Clock):
+            ticks = True
+
+            def __call__(self) -> float:
+                self.now += self.ticks
+                return self.now
+
+        clock = Ticking()
+        with Bench(max_bytes_in_flight=3 * BLOCK_BYTES, clock=clock) as bench:
+            bench.host.held = True
+            first = bench.start(DOWN, [1], [1])
+            second = bench.start(DOWN, [2, 3, 4, 5], [2, 3, 4, 5], timeout_s=50)  # two pieces
+            assert bench.driver.stats().dropped_blocks == 2
+            clock.now, clock.ticks = 0, False  # else it would end at its deadline, before its write
+            bench.finish_write()
+            assert [result.op_id for result in bench.results()] == [first]
+            bench.finish_write(error)
+            ok = (error is None,) * 2 + (False,) * 2
+            assert bench.results() == [OperationResult(second, ok, fenced=True)]
+            outcome = Outcome.DROPPED if error is None else Outcome.FAILED
+            assert bench.driver.stats().operations[DOWN, outcome] == 1
+            assert bench.driver.stats().dropped_blocks == 2
+
+    def test_an_error_after_the_deadline_is_counted_too(self, bench):
+        bench.host.held = True
+        op_id = bench.start(DOWN, [1], [1], timeout_s=5)
+        bench.host.entered.acquire()
+        bench.clock.now = 5
+        assert bench.driver.poll() == [OperationResult(op_id, (False,), fenced=False)]
+        bench.finish_write(MemoryError())
+        assert bench.driver.fenced() == [op_id]
+        assert bench.driver.stats().errors == {"MemoryError": 1}
+
 
 class TestToTheDevice:
     def test_loaded_blocks_are_visible_at_once(self, bench):
