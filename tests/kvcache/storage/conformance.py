@@ -132,7 +132,7 @@ class BackendConformance:
         put(backend, KEYS[0], b"abc")
         assert get(backend, KEYS[0], 2, 2) == (3, [b"ab", b"c\0"])
 
-    @pytest.mark.parametrize("sizes", [(), (0,), (2,), (4, 3)])
+    @pytest.mark.parametrize("sizes", [(), (0,), (1,), (2,), (4, 3), (999,), (1000,)])
     def test_a_value_longer_than_the_buffers(self, backend: Backend, sizes: Sequence[int]) -> None:
         value = value_of(0, 1000)
         put(backend, KEYS[0], value)

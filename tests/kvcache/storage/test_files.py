@@ -558,6 +558,58 @@ def test_a_start_on_a_broken_disk_is_refused() -> None:
     assert disk.handles == {}
 
 
+@pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt(), OSError(5, "")], ids=repr)
+@pytest.mark.parametrize("call", ["directories", "scan", "unlink"])
+def test_a_start_that_fails_leaves_the_directory_to_the_next(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: BaseException
+) -> None:
+    def broken(*arguments: Any) -> None:
+        raise error
+
+    with closing(FileBackend(directory, max_bytes=100)) as backend:
+        put(backend, KEYS[1], b"abc")
+    (directory / "01" / ".tmp-7").write_bytes(b"half")
+    with monkeypatch.context() as patched:
+        patched.setattr(OsFiles, call, broken)
+        with pytest.raises((BackendIOError, type(error))):
+            FileBackend(directory, max_bytes=100)
+    with closing(FileBackend(directory, max_bytes=100)) as backend:
+        assert keys_of(backend) == [KEYS[1]]
+        assert backend.stats()["swept_temporaries"] == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt(), OSError(5, "")], ids=repr)
+@pytest.mark.parametrize(
+    "call", ["make_directory", "sync_directory", "create", "write", "stamp", "sync", "rename"]
+)
+def test_a_write_after_one_that_failed_at_any_call_succeeds(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: BaseException
+) -> None:
+    """And the one that failed leaves no file."""
+
+    def broken(*arguments: Any) -> None:
+        raise error
+
+    synced: list[str] = []
+    sync_now = OsFiles.sync_directory
+
+    def noted(files: OsFiles, path: str) -> None:
+        synced.append(path)
+        sync_now(files, path)
+
+    with closing(FileBackend(directory, max_bytes=100, sync="data")) as backend:
+        with monkeypatch.context() as patched:
+            patched.setattr(OsFiles, call, broken)
+            with pytest.raises((BackendIOError, type(error))):
+                backend.put(KEYS[1], [memoryview(b"abc")])
+        assert list(directory.glob("??/*")) == [] and keys_of(backend) == []
+        monkeypatch.setattr(OsFiles, "sync_directory", noted)
+        put(backend, KEYS[1], b"abc")
+        assert get(backend, KEYS[1]) == b"abc"
+        is_named = call not in ("make_directory", "sync_directory")
+        assert synced == [str(directory)] * (not is_named) + [str(directory / "01")]
+
+
 def test_a_load_makes_three_system_calls(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = FileBackend(directory, max_bytes=100)
     put(backend, KEYS[0], b"abcdef")

@@ -208,6 +208,7 @@ SERVER, MEMORY = BackendError("reading failed: GenericError"), MemoryError()
         ([None, SERVER, SERVER, SERVER], True),
         ([MEMORY, SERVER, SERVER, SERVER], True),
         ([MEMORY, SERVER, SERVER, None], False),
+        ([None, SERVER, MEMORY, SERVER, SERVER], True),  # none succeeded in between
         ([None, SERVER, SERVER, None, SERVER, SERVER, None], False),
     ],
 )
@@ -330,6 +331,18 @@ def test_open_existing_neither_creates_nor_evicts(tmp_path: Path) -> None:
         assert verify_values(backend) == Verified(good=3, corrupt=1, good_bytes=300)
     with closing(open_existing(url, BackendOptions(max_bytes=250))) as backend:
         assert keys_of(backend) == [KEYS[1], KEYS[2], KEYS[3]]
+
+
+def test_open_existing_passes_every_option_of_a_directory_on(tmp_path: Path) -> None:
+    FileBackend(tmp_path / "blocks", max_bytes=1000).close()
+    url = (tmp_path / "blocks").as_uri()
+    for options, text in (
+        (BackendOptions(sync="full"), r"^sync must be one of "),  # type: ignore[arg-type]
+        (BackendOptions(max_bytes=-1), r"^max_bytes must be at least 1, got -1$"),
+        (BackendOptions(ttl_s=1), r"^file:// has no option ttl_s$"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            open_existing(url, options)
 
 
 def test_a_namespace_with_a_directory_is_refused(tmp_path: Path) -> None:

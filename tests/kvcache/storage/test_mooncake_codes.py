@@ -211,6 +211,52 @@ def test_a_call_after_close_kills_its_process(
     assert not client.alive and idle(backend) == []
 
 
+def test_a_call_that_is_in_progress_at_close_kills_its_process(
+    backend: MooncakeBackend, client: ScriptedClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = client.ask
+
+    def closing(*arguments: Any) -> dict[str, Any]:
+        assert idle(backend) == []
+        backend.close()
+        return ask(*arguments)
+
+    monkeypatch.setattr(client, "ask", closing)
+    client.answers = [0]
+    put(backend, KEYS[0], b"abc")
+    assert not client.alive and idle(backend) == []
+
+
+def test_the_client_that_was_used_last_is_used_next(
+    backend: MooncakeBackend,
+    client: ScriptedClient,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clients: list[ScriptedClient] = []
+    nested = [KEYS[1]]
+
+    class Nested(ScriptedClient):
+        def ask(self, *arguments: Any) -> dict[str, Any]:
+            if nested:
+                put(backend, nested.pop(), b"abc")  # as another thread, during this call
+            return super().ask(*arguments)
+
+    def start(doing: str) -> ScriptedClient:
+        clients.append(Nested(clock))
+        clients[-1].answers = [0]
+        return clients[-1]
+
+    monkeypatch.setattr(backend, "_start", start)
+    for key in KEYS[:3]:
+        put(backend, key, b"abc")
+    assert [len(each.asked) for each in clients] == [3, 1]
+    assert idle(backend) == clients[::-1]
+    backend.close()
+    assert not any(each.alive for each in clients)
+    client.alive = False  # it was not used
+
+
 # -- in the client process
 
 

@@ -191,6 +191,18 @@ def test_a_list_skips_foreign_objects() -> None:
     assert asked == ["kv/"] * 2  # the prefix excludes foreign objects
 
 
+def test_an_empty_page_does_not_end_a_list() -> None:
+    class Paged(MemoryStore):
+        def list(self, prefix=None, **options):
+            pages = [[each] for page in super().list(prefix, **options) for each in page]
+            return iter([[], pages[0], [], *pages[1:]])
+
+    with closing(ObjectStorageBackend(Paged())) as backend:
+        for key in KEYS[:2]:
+            put(backend, key, b"x")
+        assert sorted(keys_of(backend)) == sorted(KEYS[:2])
+
+
 @pytest.mark.parametrize("prefix", ["", "kv", "k.v/+"])
 @pytest.mark.parametrize("where", ["memory", "directory"])
 def test_namespaces_are_listed_without_foreign_names(
