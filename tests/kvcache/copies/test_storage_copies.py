@@ -274,8 +274,8 @@ class TestStorage:
             bench.start(IN, destinations=[1], keys=KEYS[:1])
             storage.end(storage.asked[0], [Status.MISSING], fenced=False)
             assert len(bench.driver.poll()) == 1
-        asked, polls = storage.asked[0], []
-        poll = storage.poll
+        asked, poll = storage.asked[0], storage.poll
+        polls: list[None] = []
 
         def late():
             polls.append(None)

@@ -439,9 +439,10 @@ def test_a_thread_goes_on_beside_one_that_is_stuck(
         first = submit(storage, stuck, KEYS[:1])
         assert begun.wait(LONG_S)
         load = submit(storage, Kind.LOAD, KEYS[1:4])  # two tasks
-        wait_ended(storage, load)
-        assert not storage.fenced(first)
+        with storage._lock:
+            is_over = storage._reported.wait_for(lambda: storage._table.ended(load), 60)
         may_end.set()
+        assert is_over, "a thread waits for the one that is stuck"
         wait_ended(storage, first)
 
 
