@@ -175,6 +175,7 @@ class TestHowOften:
         memory.serve([1, 2, 3])
         memory.tiers.take_used()
         assert self.serve_and_count(memory, [1, 4]) == 1
+        assert self.serve_and_count(memory, [1, 2, 3]) == 0
 
     def test_the_number_of_waiting_keys_is_bounded(self, monkeypatch):
         monkeypatch.setattr(storage_uses, "_MOST_KEYS", 4)
