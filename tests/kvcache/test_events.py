@@ -198,22 +198,6 @@ def test_blocks_in_storage_are_forgotten_when_there_are_too_many() -> None:
     assert batch.events == (BlockRemoved("STORAGE", tuple(known)),)
 
 
-@pytest.mark.parametrize("num_copied", [1, 2, 3])
-def test_a_part_of_a_run_that_reached_the_host_has_its_own_tokens(num_copied: int) -> None:
-    manager = CacheManager(3, 2, host=HostConfig(3, "back"), record_events=True)
-    assert manager.tiers is not None
-    tokens = [1, 2, 3, 4, 5, 6]
-    serve(manager, tokens)
-    manager.evict(3)
-    taken(manager)
-    [copy] = manager.tiers.take_operations()
-    manager.tiers.complete(copy.id, [place < num_copied for place in range(3)])
-    [event] = taken(manager)
-    names = hash_blocks(np.array(tokens, np.int32), 2)
-    assert stored(event).block_hashes == tuple(names[:num_copied])
-    assert stored(event).token_ids.tolist() == tokens[: 2 * num_copied]
-
-
 @pytest.mark.parametrize("max_stored", [MAX_STORED, 3])
 @pytest.mark.parametrize("failed", [None, *range(5)])
 def test_a_write_of_several_paths_tells_of_each_block_that_was_stored(
