@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from radixkv.scheduler import AsyncEngine, GenerationParams
+from radixkv.scheduler import (
+    AsyncEngine,
+    EngineClosedError,
+    EngineFailedError,
+    GenerationParams,
+)
 from radixkv.scheduler.gateway.remote_node import RemoteNode
 from radixkv.scheduler.handoff.gateway_messages import NodeLoad, NodeStatus
 from radixkv.scheduler.metrics import NodesMetrics
@@ -152,6 +160,52 @@ async def lose(engine: AsyncEngine, nodes: Turning, name: str) -> None:
     await engine.call(lambda _: nodes.deployment.loops.pop(name))
     while not await engine.call(lambda _: nodes.deployment.nodes.gone):
         pass
+
+
+class Ended:
+    """An engine whose thread reads nodes until it has ended with an error."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    async def call(self, function: Callable[[Any], Any]) -> Any:
+        if self.error is not None:
+            raise self.error
+        return function(None)
+
+
+def remote(role: str, refusal: str = "") -> RemoteNode:
+    status = NodeStatus(role, "127.0.0.1:5", "jax", 4, 12, "m")  # type: ignore[arg-type]
+    return RemoteNode(status, epoch=1, heard_at=0.0, refusal=refusal)
+
+
+@pytest.mark.parametrize("error", [EngineClosedError("closed"), EngineFailedError("failed")])
+def test_what_a_scrape_shows_stays_after_the_end_of_the_engine(error: Exception) -> None:
+    """A node that is refused has no values, also one that has never served."""
+    alive = {"prefill-0": remote("prefill"), "decode-0": remote("decode", "another model")}
+    gone = {"decode-1": remote("decode")}
+    watched = SimpleNamespace(
+        nodes=alive, gone=gone, num_open=3, num_moved=4, num_attempts_lost=5, num_nodes_lost=6
+    )
+    engine: Any = Ended()
+    metrics = NodesMetrics(engine, watched, model_name="tiny")
+    seen = asyncio.run(scrape(metrics))
+    counts = {name.removeprefix("radixkv:"): seen[name, place] for name, place in seen if not place}
+    assert counts == {
+        "engine_up": 1,
+        "num_requests_open": 3,
+        "num_requests_moved_total": 4,
+        "num_attempts_lost_total": 5,
+        "num_nodes_lost_total": 6,
+    }
+    up = {place: seen[name, place] for name, place in seen if name == "radixkv:node_up"}
+    assert up == {"prefill-0": 1, "decode-0": 0, "decode-1": 0}
+    has_values = {place.partition("/")[0] for name, place in seen if not name.endswith("_up")}
+    assert has_values == {"", "prefill-0"}
+    engine.error = error
+    alive.clear()
+    gone.clear()
+    assert asyncio.run(scrape(metrics)) == seen | {("radixkv:engine_up", ""): 0}
 
 
 def test_each_metric_has_its_own_count() -> None:
