@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -77,10 +78,13 @@ def planted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, number: int
 
 
 @contextmanager
-def requester(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
+def requester(endpoint: str, most: int = 0) -> Iterator[zmq.Socket[bytes]]:
+    """A client that asks for replays, and takes so many messages before it reads; 0 for any."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.RCVHWM, most)
+        socket.setsockopt(zmq.RCVTIMEO, int(LATE_S) * 1_000)
         socket.connect(endpoint)
         yield socket
     finally:
@@ -109,6 +113,53 @@ def test_a_replay_has_the_last_batches(published: EventPublisher) -> None:
         assert numbers(subscriber.replay(0)) == [end - 3, end - 2, end - 1]
         assert numbers(subscriber.replay(end - 1)) == [end - 1]
         assert numbers(subscriber.replay(end)) == []
+
+
+def test_messages_and_replays_begin_with_the_topic() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with closing(EventPublisher(ANY, replay_endpoint=ANY, topic="kv")) as source:
+        assert source.replay_endpoint is not None
+        with closing(context.socket(zmq.SUB)) as socket, requester(source.replay_endpoint) as asked:
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+            socket.connect(source.endpoint)
+            for seq in count():
+                source.publish(batch(seq))
+                if socket.poll(50):
+                    break
+            message = socket.recv_multipart()
+            asked.send_multipart([b"", message[1]])
+            assert asked.poll(int(LATE_S) * 1_000)
+            assert asked.recv_multipart() == [b"", *message]
+    context.term()
+    assert message[0] == b"kv"
+
+
+def test_a_subscriber_asks_for_its_topic_alone() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with closing(context.socket(zmq.XPUB)) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        with EventSubscriber(f"tcp://127.0.0.1:{port}", topic="kv@1"):
+            assert socket.poll(int(LATE_S) * 1_000)
+            assert socket.recv() == b"\x01kv@1"
+    context.term()
+
+
+def test_a_client_that_reads_late_gets_the_whole_replay() -> None:
+    """More than the sockets hold by default, and more than the buffers of the network."""
+    number, payload = 1_500, bytes(20_000)
+    with closing(EventPublisher(ANY, replay_endpoint=ANY, num_kept=number)) as source:
+        assert source.replay_endpoint is not None
+        for seq in range(number):
+            source._kept.add(seq, payload)
+        with requester(source.replay_endpoint, most=1) as late:
+            late.send_multipart([b"", bytes(8)])
+            assert late.poll(int(LATE_S) * 1_000)
+            with subscribe(source) as other:  # which is answered after all that the first one gets
+                assert numbers(other.replay(number)) == []
+            found = []
+            while (frames := late.recv_multipart())[3]:
+                found.append(int.from_bytes(frames[2], "big"))
+    assert found == list(range(number))
 
 
 def test_requests_that_are_none_get_no_answer(published: EventPublisher) -> None:
@@ -193,6 +244,26 @@ def test_a_full_queue_drops_batches_and_never_waits(monkeypatch: pytest.MonkeyPa
             while (found := numbers(subscriber.replay(0)))[-1] != 5:
                 pass
     assert found == [0, 1, 2, 5]  # everybody sees that 3 and 4 are missing
+
+
+def test_a_batch_has_the_time_at_which_it_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, encode, now = threading.Event(), encode_batch, 5.0
+
+    def held(ts: float, events: tuple[BlockStored, ...]) -> bytes:
+        assert goes_on.wait(LATE_S)
+        return encode(ts, events)
+
+    monkeypatch.setattr(publisher, "encode_batch", held)
+    monkeypatch.setattr(publisher, "time", SimpleNamespace(time=lambda: now))
+    with closing(EventPublisher(ANY, replay_endpoint=ANY)) as source:
+        for seq in range(2):
+            source.publish(batch(seq))
+            now += 1.0
+        goes_on.set()
+        with subscribe(source) as subscriber:
+            while len(messages := list(subscriber.replay(0))) < 2:
+                pass
+    assert [decode_batch(each.payload).ts for each in messages] == [5.0, 6.0]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), zmq.ZMQError(zmq.EFSM)])
