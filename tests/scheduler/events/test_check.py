@@ -20,6 +20,7 @@ from radixkv.kvcache import (
     KVEvent,
 )
 from radixkv.scheduler.events import EventFormatError
+from radixkv.scheduler.events import check as check_module
 from radixkv.scheduler.events.check import MALFORMED, NUM_EXAMPLES, OF_RESTARTS, StreamChecker
 from radixkv.scheduler.events.subscriber import Message
 from radixkv.scheduler.events.wire import Cleared, Removed, Stored, WireBatch, encode_batch
@@ -260,6 +261,8 @@ def test_blocks_of_other_salts_adapters_and_groups_are_others() -> None:
     checker = check([Message(0, payload(*events, again))])
     assert codes(checker) == {"K2": 1}
     assert checker.num_events == {"GPU stored": 3, "GPU group 1 stored": 1}
+    adapted = [block(1, extra_keys=[["a"]], lora_name=name, group_idx=1) for name in (None, "b")]
+    assert codes(check([Message(0, payload(*events, *adapted))])) == {"K2": 1, "K4": 1}
 
 
 @given(
@@ -323,3 +326,26 @@ def test_a_replay_that_nobody_answers_leaves_a_gap() -> None:
     assert (checker.num_batches, checker.num_replayed) == (3, 1)
     with pytest.raises(TimeoutError, match=r"^nobody$"):
         StreamChecker(replay).begin()
+
+
+def test_what_is_remembered_of_malformed_messages_is_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(check_module, "MOST_MALFORMED", 2)
+    checker = StreamChecker(lambda seq: ())
+    for seq, number in [(0, 1), (1, 2), (0, 2), (2, 3), (2, 3), (0, 4)]:
+        checker.receive(Message(seq, b"\xc1"))
+        assert checker.findings == {MALFORMED: number}, "the third makes it forget the others"
+
+
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_what_is_remembered_of_removed_blocks_is_limited(
+    monkeypatch: pytest.MonkeyPatch, begins_anew: bool
+) -> None:
+    monkeypatch.setattr(check_module, "MOST_REMOVED", 1)
+    removed = [BlockRemoved("GPU", (name,)) for name in (1, 2)]
+    later = [stored(4, parent=2), stored(3, parent=1)]
+    before = [message(0)] if begins_anew else []
+    checker = check([*before, message(0, stored(1), stored(2), *removed, *later, ts=100.0)])
+    assert codes(checker) == {"K3": 1}, "the name of 1 is forgotten"
+    assert checker.num_restarts == begins_anew

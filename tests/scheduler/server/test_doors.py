@@ -26,7 +26,11 @@ from radixkv.scheduler.text.errors import ChatTemplateError
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    "header", [b"", b"Bearer other", b"Basic key", b"key", b"Bearer k\xe9", b"Bearer key"]
+    "header",
+    [
+        *(b"", b"Bearer other", b"Basic key", b"key", b"Bearer k\xe9", b"Bearer key"),
+        *(b"bearer   key", b"Bearer key other"),
+    ],
 )
 def test_every_path_but_two_needs_the_key(path: str, header: bytes) -> None:
     passed: list[str] = []
@@ -43,7 +47,7 @@ def test_every_path_but_two_needs_the_key(path: str, header: bytes) -> None:
 
     scope = {"type": "http", "path": path, "headers": [(b"authorization", header)]}
     asyncio.run(ApiKey(app, "key")(scope, receive, send))
-    is_open = path in ("/health", "/metrics") or header == b"Bearer key"
+    is_open = path in ("/health", "/metrics") or header in (b"Bearer key", b"bearer   key")
     assert passed == ([path] if is_open else [])
     if is_open:
         assert not sent

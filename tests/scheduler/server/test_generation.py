@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.scheduler.request import SamplingParams
+from radixkv.scheduler.errors import RequestError
+from radixkv.scheduler.request import SamplingParams, TokenLogprob
 from radixkv.scheduler.server.errors import ApiError
 from radixkv.scheduler.server.generation import GenerationEndpoint, ServedModel
 from radixkv.scheduler.server.limits import RequestCount
-from radixkv.scheduler.server.schema import ChatBody, CompletionBody, Message
+from radixkv.scheduler.server.replies import ChatReply, CompletionReply, TokenNames, usage
+from radixkv.scheduler.server.schema import ChatBody, CompletionBody, Message, StreamOptions
+from radixkv.scheduler.serving.outputs import GenerationOutput, PrefixHits
 
 MAX_LEN = 40
 CHARS = 3
@@ -204,3 +209,99 @@ def test_another_model_and_texts_without_a_tokenizer_are_refused() -> None:
     for encode in (lambda: served.encode("a"), lambda: served.encode_chat([], None)):
         with pytest.raises(ApiError, match=r"^the model 'm' has no tokenizer: send token ids$"):
             encode()
+
+
+def told(tokens: list[tuple[int, bool]], taken: int, end: int, index: int) -> GenerationOutput:
+    """The output of a sample after some tokens, of which only some have text."""
+    texts = [chr(97 + token) if has_text else "" for token, has_text in tokens]
+    return GenerationOutput(
+        request_id="r",
+        index=index,
+        num_prompt_tokens=2,
+        text="".join(texts[:end]),
+        new_text="".join(texts[taken:end]),
+        token_ids=tuple(token for token, _ in tokens[:end]),
+        new_token_ids=tuple(token for token, _ in tokens[taken:end]),
+        finish_reason="length" if end == len(tokens) else None,
+        hits=PrefixHits(),
+        logprobs=tuple(TokenLogprob(token, -1.0, 1, ()) for token, _ in tokens[:end]),
+    )
+
+
+sampled = st.lists(st.tuples(st.integers(0, 25), st.booleans()), min_size=1, max_size=5)
+
+
+@settings(max_examples=50)
+@given(st.data(), st.lists(sampled, min_size=1, max_size=3), st.booleans(), st.booleans())
+def test_the_events_of_a_stream_lose_nothing_and_end_with_the_usage_that_is_asked_for(
+    data: st.DataObject, samples: list[list[tuple[int, bool]]], is_chat: bool, fails: bool
+) -> None:
+    """Also of tokens without text, such as a part of a character; one that fails ends so, too."""
+    has_ids, has_logprobs = data.draw(st.booleans()), data.draw(st.booleans())
+    options = data.draw(st.none() | st.builds(StreamOptions, st.booleans(), st.booleans()))
+    taken = [0] * len(samples)
+    outputs: list[GenerationOutput] = []
+    while rest := [index for index, each in enumerate(samples) if taken[index] < len(each)]:
+        index = data.draw(st.sampled_from(rest))
+        end = data.draw(st.integers(taken[index] + 1, len(samples[index])))
+        output = told(samples[index], taken[index], end, index)
+        outputs.append(output if has_logprobs else replace(output, logprobs=None))
+        taken[index] = end
+    if fails:
+        outputs.pop()
+
+    async def generated() -> AsyncIterator[tuple[int, GenerationOutput]]:
+        for output in outputs:
+            yield output.index, output
+        if fails:
+            raise RequestError("too large")
+
+    asked = body(is_chat, stream=True, stream_options=options, return_token_ids=has_ids)
+    names, reply = TokenNames(None), cast(Any, None)
+    if is_chat:
+        reply = ChatReply({}, (7,), names, has_token_ids=has_ids, num_choices=len(samples))
+    else:
+        reply = CompletionReply({}, [(7,)] * len(samples), names, has_token_ids=has_ids)
+    found: list[bytes] = []
+
+    async def read() -> None:
+        async for part in endpoint()._events(asked, reply, generated(), len(samples)):
+            found.append(part)
+
+    if fails and not outputs:
+        with pytest.raises(RequestError, match=r"^too large$"):
+            asyncio.run(read())
+        assert not found, "so that the response can have a status"
+        return
+    asyncio.run(read())
+    assert all(found), "nothing is sent without an event"
+    *events, done, nothing = b"".join(found).decode().split("\n\n")
+    assert (done, nothing) == ("data: [DONE]", "")
+    chunks = [json.loads(each.removeprefix("data: ")) for each in events]
+    last = {output.index: output for output in outputs}
+    has_usage = options is not None and options.include_usage
+    is_continuous = options is not None and options.continuous_usage_stats
+    if fails:
+        assert chunks.pop()["error"]["message"] == "too large"
+    elif has_usage:
+        final = chunks.pop()
+        assert (final["choices"], final["usage"]) == ([], usage(last.values()))
+    for chunk in chunks:
+        assert ("usage" in chunk) == (has_usage or is_continuous)
+        assert (chunk.get("usage") is not None) == is_continuous
+    if is_continuous and not fails:
+        assert chunks[-1]["usage"] == usage(last.values())
+    for index, output in last.items():
+        choices = [each for chunk in chunks for each in chunk["choices"] if each["index"] == index]
+        texts = [each["delta"].get("content") if is_chat else each["text"] for each in choices]
+        assert "".join(text or "" for text in texts) == output.text
+        ids = [token for each in choices for token in each.get("token_ids", ())]
+        assert tuple(ids) == (output.token_ids if has_ids else ())
+        name = "content" if is_chat else "tokens"
+        records = [one for each in choices if each["logprobs"] for one in each["logprobs"][name]]
+        assert len(records) == (len(output.token_ids) if has_logprobs else 0)
+        assert [each["finish_reason"] for each in choices if each["finish_reason"]] == (
+            ["length"] if output.finish_reason else []
+        )
+    if not fails:  # the usage and the mark follow the end of the last choice at once
+        assert b'"finish_reason":"length"' in found[-1]

@@ -1,16 +1,22 @@
-"""When the server ends."""
+"""When the server ends, what it takes of its options, and how it writes a response."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import socket
 import threading
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
+import uvicorn
 
 from radixkv.scheduler.errors import GroupError
+from radixkv.scheduler.server.descriptors import ACCEPTED_AT_ONCE
+from radixkv.scheduler.server.limits import ServerLimits
 from radixkv.scheduler.server.run import bind, serve
 from radixkv.scheduler.serving import AsyncEngine
 
@@ -56,3 +62,174 @@ def test_a_server_outlives_its_engine() -> None:
 
     assert run(engine, on_ready=fail_and_stop)
     assert isinstance(engine.failure, GroupError)
+
+
+class Idle:
+    """An engine without work."""
+
+    has_work = False
+    num_closed = 0
+
+    def step(self) -> Any:
+        return []
+
+    def close(self, *, timeout_s: float) -> bool:
+        self.num_closed += 1
+        return True
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def idle() -> Any:
+    return AsyncEngine(Idle())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(0.0, 0), (0.2, 1), (1.0, 1), (2.5, 3)])
+def test_times_are_rounded_up_to_seconds(
+    given: float, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[uvicorn.Config] = []
+    make = uvicorn.Config
+
+    def recorded(*arguments: Any, **options: Any) -> uvicorn.Config:
+        found.append(make(*arguments, **options))
+        return found[-1]
+
+    monkeypatch.setattr(uvicorn, "Config", recorded)
+    limits = ServerLimits(keep_alive_s=given)
+    assert run(idle(), limits=limits, drain_timeout_s=given, on_ready=stop)
+    [config] = found
+    assert (config.timeout_keep_alive, config.timeout_graceful_shutdown) == (seconds, seconds)
+
+
+class Listener(socket.socket):
+    """A socket that remembers how many connections may wait for it."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        super().__init__(fileno=listener.detach())
+        self.backlogs: list[int] = []
+
+    def listen(self, backlog: int = 0, /) -> None:
+        self.backlogs.append(backlog)
+        super().listen(backlog)
+
+
+def test_more_connections_may_wait_than_are_accepted_at_once() -> None:
+    listener = Listener(bind("127.0.0.1", 0))
+    assert asyncio.run(serve(app, idle(), listener, on_ready=stop))
+    assert listener.backlogs == [ACCEPTED_AT_ONCE, 2048]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_engine_is_closed_and_signals_are_given_back_also_after_an_error(fails: bool) -> None:
+    inner = Idle()
+
+    def on_ready() -> None:
+        if fails:
+            raise ValueError("of the caller")
+        stop()
+
+    async def test() -> None:
+        engine = AsyncEngine(inner)  # type: ignore[arg-type]
+        serving = serve(app, engine, listener, on_ready=on_ready)
+        if fails:
+            with pytest.raises(ValueError, match=r"^of the caller$"):
+                await serving
+        else:
+            assert await serving
+        loop = asyncio.get_running_loop()
+        assert not any(map(loop.remove_signal_handler, (signal.SIGTERM, signal.SIGINT)))
+
+    with closing(bind("127.0.0.1", 0)) as listener:
+        asyncio.run(test())
+    assert inner.num_closed == 1
+
+
+PARTS = [b"the first", b"", b"x" * 70_000]
+
+
+async def send_parts(scope: Any, receive: Any, send: Any) -> None:
+    length = str(sum(map(len, PARTS))).encode()
+    headers = [(b"content-length", length)] if scope["path"] == "/length" else []
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for part in PARTS:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def ask(port: int, path: str) -> list[bytes]:
+    """Return the bodies of responses over one connection, which must keep in step."""
+    connection = HTTPConnection("127.0.0.1", port)
+    bodies = []
+    for method in ("GET", "HEAD", "GET"):
+        connection.request(method, path)
+        response = connection.getresponse()
+        assert response.status == 200
+        bodies.append(response.read())
+    connection.close()
+    return bodies
+
+
+@pytest.mark.parametrize("path", ["/chunks", "/length"])
+def test_a_response_comes_whole_whatever_its_parts_and_its_framing(path: str) -> None:
+    """An empty chunk would end it, and the client takes no chunks of one with a length."""
+
+    async def test() -> None:
+        listener = bind("127.0.0.1", 0)
+        port = listener.getsockname()[1]
+        ready = asyncio.Event()
+        serving = asyncio.create_task(serve(send_parts, idle(), listener, on_ready=ready.set))
+        await ready.wait()
+        try:
+            assert await asyncio.to_thread(ask, port, path) == [
+                b"".join(PARTS),
+                b"",
+                b"".join(PARTS),
+            ]
+        finally:
+            stop()
+            await serving
+
+    asyncio.run(test())
+
+
+def test_a_part_waits_for_a_client_that_does_not_read() -> None:
+    """Otherwise all that is sent to it would be kept in memory."""
+    number, part = 1_000, bytes(100_000)
+    waits = asyncio.Event()
+
+    async def send_much(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(number):
+            sending = asyncio.ensure_future(
+                send({"type": "http.response.body", "body": part, "more_body": True})
+            )
+            for _ in range(20):
+                await asyncio.sleep(0)
+            if not sending.done():
+                waits.set()
+            await sending
+        assert waits.is_set(), "all is in memory"
+        await send({"type": "http.response.body", "body": b""})
+
+    async def test() -> None:
+        listener = bind("127.0.0.1", 0)
+        port = listener.getsockname()[1]
+        ready = asyncio.Event()
+        serving = asyncio.create_task(serve(send_much, idle(), listener, on_ready=ready.set))
+        await ready.wait()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+            await waits.wait()
+            writer.transport.resume_reading()  # type: ignore[attr-defined]
+            assert (await reader.read()).endswith(b"0\r\n\r\n")
+        finally:
+            writer.transport.abort()
+            stop()
+            await serving
+
+    asyncio.run(asyncio.wait_for(test(), 60.0))

@@ -19,16 +19,23 @@ class Loop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.timers: list[asyncio.TimerHandle] = []
         super().__init__()
 
     def time(self) -> float:
         return self.now
 
+    def call_at(self, *arguments: Any, **options: Any) -> asyncio.TimerHandle:
+        self.timers.append(super().call_at(*arguments, **options))
+        return self.timers[-1]
+
 
 def run(test: Callable[[Loop], Coroutine[Any, Any, None]]) -> None:
+    """Run a test; a timer that a response has left would go on for as long as the server."""
     loop = Loop()
     try:
         loop.run_until_complete(test(loop))
+        assert not [each for each in loop.timers if not each.cancelled() and each.when() > loop.now]
     finally:
         loop.close()
 
