@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from radixkv.scheduler.cli.errors import BadInputError
-from radixkv.scheduler.cli.fleet.registry import REGISTRY, Deployment
+from radixkv.scheduler.cli.fleet import library
+from radixkv.scheduler.cli.fleet.registry import REGISTRY, Deployment, FleetRegistry
 from radixkv.scheduler.cli.main import build_parser
 from radixkv.scheduler.cli.options.fleet import FleetSize
 from radixkv.scheduler.cli.options.serve import check
@@ -355,3 +356,64 @@ def test_directories_are_named_as_other_processes_need_them(
     absolute = modules["actors"].absolute
     assert absolute("model") == str(tmp_path / "model")
     assert absolute("org/model") == "org/model"
+
+
+class Scaled(Actor):
+    """A registry that answers at once."""
+
+    answer: object = FleetSize(3, 5, 1)
+
+    def __getattr__(self, method: str) -> Any:
+        remote = super().__getattr__(method).remote
+
+        def answered(*arguments: Any) -> Any:
+            call = remote(*arguments)
+            call.end(self.answer)
+            return call
+
+        return SimpleNamespace(remote=answered)
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        (["--prefill=3", "--decode=5"], (3, 5)),
+        (["--prefill=3"], (3, None)),
+        (["--decode=5", "--ray-namespace=radixkv"], (None, 5)),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_scale_asks_the_registry_and_gives_its_connection_back(
+    radixkv: Callable[..., Any],
+    cluster: Cluster,
+    modules: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    asked: tuple[int | None, int | None],
+    fails: bool,
+) -> None:
+    monkeypatch.setattr(library, "find_spec", lambda name: name)
+    registry = cluster.actors[REGISTRY] = Scaled(FleetRegistry, (), {"name": REGISTRY})
+    if fails:
+        registry.answer = ValueError("each role needs 1 node or more")
+        with pytest.raises(ValueError, match=r"^each role needs 1 node or more$"):
+            radixkv("fleet", "scale", *options)
+    else:
+        told = "the fleet shall have 3 prefill and 5 decode nodes\n"
+        assert radixkv("fleet", "scale", *options) == (0, told, "")
+    [call] = registry.calls["scale"]
+    assert call.arguments == asked
+    assert cluster.namespace is None, "the connection is given back"
+
+
+def test_a_scale_without_a_fleet_is_the_callers_mistake(
+    radixkv: Callable[..., Any],
+    cluster: Cluster,
+    modules: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(library, "find_spec", lambda name: name)
+    outcome = radixkv("fleet", "scale", "--decode=5", "--ray-namespace=mine")
+    message = "there is no fleet in the namespace 'mine' of the Ray cluster"
+    assert outcome == (2, "", f"radixkv: {message}\n")
+    assert cluster.namespace is None

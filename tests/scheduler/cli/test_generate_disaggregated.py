@@ -16,6 +16,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from radixkv.kvcache import HostConfig
 from radixkv.kvcache.tiers import state
 from radixkv.scheduler.cli import generate, generate_on_nodes, nodes, serve_on_nodes
 from radixkv.scheduler.cli.errors import BadInputError
@@ -96,6 +97,60 @@ def test_a_decode_node_gets_its_depth(
     given = [] if depth is None else ["--depth", depth]
     with pytest.raises(Stopped, match=f"^{depth or 2}$"):
         radixkv("decode-node", model_dir, *sizes, *given)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("has_tiers", [False, True])
+def test_the_engine_of_a_node_gets_its_options(
+    radixkv: Any,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    role: str,
+    has_tiers: bool,
+) -> None:
+    """What no step can hold is not asked for, and what is not given suits the model."""
+    made: list[dict[str, Any]] = []
+
+    def make(*_: object, **options: Any) -> None:
+        made.append(options)
+        raise Stopped
+
+    for engine in ("PrefillEngine", "DecodeEngine"):
+        monkeypatch.setattr(nodes, engine, make)
+    node = (f"{role}-node", model_dir, "--gateway", "127.0.0.1:9", "--layer-groups", 2)
+    tiers = ("--host-blocks", 8, "--host-write", "back", "--storage", f"file://{tmp_path / 'kv'}")
+    of_role = ("--allocate", "prefill_complete")
+    if role == "decode":
+        of_role = ("--preempt", "host") if has_tiers else ("--reserve-tokens", "no_evict")
+    sizes: list[tuple[tuple[object, ...], dict[str, int]]] = [
+        (
+            ("--block-size", 4, "--device-blocks", 10, "--token-budget", 7, "--max-running", 9),
+            {"num_blocks": 10, "token_budget": 7, "max_running": 7, "max_model_len": 40},
+        ),
+        (
+            ("--block-size", 4, "--device-blocks", 9000, "--max-running", 9),
+            {"num_blocks": 9000, "token_budget": 512, "max_running": 9, "max_model_len": 8192},
+        ),
+        (
+            ("--block-size", 4, "--device-blocks", 10, "--max-model-len", 12),
+            {"num_blocks": 10, "token_budget": 512, "max_running": 64, "max_model_len": 12},
+        ),
+    ]
+    for options, expected in sizes:
+        with pytest.raises(Stopped):
+            radixkv(*node, *options, *of_role, *(tiers if has_tiers else ()))
+        got = made.pop()
+        assert {name: got[name] for name in expected} == expected
+        assert (got["block_size"], got["num_groups"]) == (4, 2)
+        assert got["host"] == (HostConfig(8, "back") if has_tiers else None)
+        assert (got["storage"] is not None) == has_tiers
+        assert (got["storage_namespace"] is not None) == has_tiers
+        if role == "prefill":
+            assert got["order"] == "prefill_complete"
+        else:
+            assert got["preempt"] == ("host" if has_tiers else "recompute")
+            assert got["reserve_tokens"] == (512 if has_tiers else None)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -142,6 +143,23 @@ def test_a_group_that_ends_well(events: list[Any]) -> None:
         assert group is not None
         assert events == BEGUN
     assert events == [*BEGUN, None, "shutdown"]
+
+
+def test_a_group_leaves_sigterm_as_it_was(
+    events: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX has a handler that ends nothing."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def init(*_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+
+    monkeypatch.setattr(process_group, "init_processes", init)
+    try:
+        with group_of_options(ARGUMENTS):
+            assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ from radixkv.scheduler.errors import (
     NodesFailedError,
     RequestError,
 )
-from radixkv.scheduler.server.app import PATHS
+from radixkv.scheduler.server import app as app_module
+from radixkv.scheduler.server.app import PATHS, ServedModel, make_app
 from radixkv.scheduler.server.auth import ApiKey
 from radixkv.scheduler.server.errors import ApiError, as_api_error
-from radixkv.scheduler.server.limits import RequestCount
+from radixkv.scheduler.server.limits import BodyReader, RequestCount, ServerLimits
 from radixkv.scheduler.text.errors import ChatTemplateError
 
 
@@ -127,6 +128,55 @@ def test_an_error_of_a_template_names_no_path_of_the_server() -> None:
     kinds = [ApiError(status, "").body()["error"]["type"] for status in (400, 429, 499, 500, 503)]
     wrong, failed = "invalid_request_error", "server_error"
     assert kinds == [wrong, "rate_limit_error", wrong, failed, failed]
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": [1]},
+    "/v1/chat/completions": {"messages": []},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [1]},
+}
+
+
+def test_all_paths_share_the_limits_of_bodies_and_of_choices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that only make tokens have the same threads as those that generate."""
+    counts: list[RequestCount] = []
+    readers: list[BodyReader] = []
+
+    def full(limit: int) -> RequestCount:
+        counts.append(RequestCount(limit))
+        counts[0].active = limit
+        return counts[-1]
+
+    def reader(limits: ServerLimits) -> BodyReader:
+        readers.append(BodyReader(limits))
+        return readers[-1]
+
+    monkeypatch.setattr(app_module, "RequestCount", full)
+    monkeypatch.setattr(app_module, "BodyReader", reader)
+    unused: Any = None
+    model = ServedModel("m", unused, 40, 7)
+    app = make_app(model, limits=ServerLimits(max_requests=3), has_engine=False)
+    statuses: dict[str, int] = {}
+
+    async def ask(path: str) -> None:
+        body = json.dumps({"model": "m", **BODIES[path]}).encode()
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": body}
+
+        async def send(message: Any) -> None:
+            statuses.setdefault(path, message.get("status"))
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+        await app(scope, receive, send)
+
+    for path in BODIES:
+        asyncio.run(ask(path))
+    assert statuses == dict.fromkeys(BODIES, 429)
+    assert (len(counts), len(readers), counts[0].active) == (1, 1, 3)
 
 
 FAILED = "the engine has failed"
