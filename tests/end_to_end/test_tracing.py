@@ -233,6 +233,31 @@ def test_each_interval_and_latency_lies_between_two_stages():
     }
 
 
+def test_no_stage_begins_before_its_request():
+    """One may come during the step that fetches for it and computes it."""
+    now_s, spans = 1, Spans()
+    engine: Any = SimpleNamespace(observe=lambda _: None)
+    tracer = EngineTracer(engine, tracer_provider=spans.provider, clock_ns=lambda: now_s * 10**9)
+    request = Request("r", [1], 4)
+    tracer.step_begins()
+    now_s = 2
+    tracer.request_submitted(request)
+    request.prefetch = SimpleNamespace(done=True)  # type: ignore[assignment]
+    request.lease = SimpleNamespace()  # type: ignore[assignment]
+    request.has_begun = True
+    request.output_tokens = [7]
+    now_s = 3
+    tracer.step_ended(engine, [request])
+    now_s = 4
+    tracer.request_ended(request, "stop")
+    [span] = spans.requests()
+    seconds = {
+        each.name: (each.start_time // 10**9, each.end_time // 10**9)  # type: ignore[operator]
+        for each in spans.children(span)
+    }
+    assert seconds == {"queued": (2, 2), "fetch": (2, 2), "prefill": (2, 3), "decode": (3, 4)}
+
+
 def test_a_request_that_is_not_sampled_is_forgotten(compiled):
     spans = Spans(ALWAYS_OFF)
 
@@ -329,6 +354,24 @@ def test_the_trace_of_a_client_is_read_from_its_headers(headers, expected):
     else:
         assert (f"{context.trace_id:032x}", f"{context.span_id:016x}") == expected
     assert not trace.get_current_span().get_span_context().is_valid
+
+
+@pytest.mark.parametrize("kind", ["http", "lifespan"])
+def test_the_trace_of_a_client_ends_with_its_request_also_after_an_error(kind):
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert trace.get_current_span().get_span_context().is_valid == (kind == "http")
+        raise ZeroDivisionError
+
+    headers = [(b"traceparent", f"00-{TRACE}-{PARENT}-01".encode())]
+    scope: dict[str, Any] = {"type": kind, **({"headers": headers} if kind == "http" else {})}
+
+    async def serve() -> None:
+        unused: Any = None
+        with pytest.raises(ZeroDivisionError):
+            await TraceContext(app)(scope, unused, unused)
+        assert not trace.get_current_span().get_span_context().is_valid
+
+    asyncio.run(serve())
 
 
 @pytest.mark.parametrize(("variable", "service"), [(None, "radixkv"), ("chat", "chat")])

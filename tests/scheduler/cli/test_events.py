@@ -98,20 +98,23 @@ def test_a_false_stream_ends_with_status_1(publisher: EventPublisher) -> None:
 
 def test_a_message_with_other_frames_is_counted_and_the_check_goes_on(radixkv: Any) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    subscriptions: list[bytes] = []
     with closing(context.socket(zmq.XPUB)) as socket:
         socket.setsockopt(zmq.RCVTIMEO, 60_000)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
 
         def publish() -> None:
-            socket.recv()  # the subscription
-            for frames in ([b"x"], [b"", bytes(8), encode_batch(1.0, [])]):
+            subscriptions.append(socket.recv())
+            for frames in ([b"x"], [b"xy", bytes(8), encode_batch(1.0, [])]):
                 socket.send_multipart(frames)
 
         thread = Thread(target=publish)
         thread.start()
-        outcome = radixkv("events", "check", f"tcp://127.0.0.1:{port}", "--batches", 1)
+        endpoint = f"tcp://127.0.0.1:{port}"
+        outcome = radixkv("events", "check", endpoint, "--batches", 1, "--topic", "x")
         thread.join()
     context.term()
+    assert subscriptions == [b"\x01x"]
     assert outcome.status == 1
     assert (
         "malformed message: 1\n  a message has frames of [1] bytes, not topic, 8 and a batch\n"

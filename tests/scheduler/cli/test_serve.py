@@ -10,15 +10,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 
+from radixkv.scheduler import server
+from radixkv.scheduler.cli import serve
 from radixkv.scheduler.cli.errors import BadInputError
 from radixkv.scheduler.cli.serve import API_KEY, _is_loopback, read_api_key
+from radixkv.scheduler.cli.shared.backend import Backend
 from radixkv.scheduler.events import EventSubscriber, decode_batch
 from radixkv.scheduler.events.wire import Stored
 
@@ -169,6 +174,49 @@ def test_an_address_in_use(radixkv: Any) -> None:
         outcome = radixkv("serve", "m", "--port", other.getsockname()[1])
     assert (outcome.status, outcome.stdout) == (2, "")
     assert "Address already in use" in outcome.stderr
+
+
+@pytest.mark.parametrize("is_group", [False, True])
+def test_the_application_and_the_server_get_their_options(
+    radixkv: Any, monkeypatch: pytest.MonkeyPatch, is_group: bool
+) -> None:
+    """The engine of several processes cannot go on without one of them, and ends the server."""
+    engine: Any = SimpleNamespace()
+    given: dict[str, Any] = {}
+
+    def make_app(model: Any, **options: Any) -> str:
+        given.update(model=model, **{f"app_{name}": each for name, each in options.items()})
+        return "the application"
+
+    async def run(app: Any, of: Any, listener: socket.socket, **options: Any) -> bool:
+        given.update(app=app, engine=of, port=listener.getsockname()[1], **options)
+        return True
+
+    monkeypatch.setenv(API_KEY, "sesame")
+    monkeypatch.setattr(server, "make_app", make_app)
+    monkeypatch.setattr(server, "serve", run)
+    monkeypatch.setattr(serve, "group_of_options", lambda _: nullcontext())
+    monkeypatch.setattr(serve, "_backend", lambda *_: nullcontext(Backend(lambda: engine, 77)))
+    limits = ["--max-body-bytes=1000", "--max-requests=5", "--max-connections=9"]
+    group = ["--coordinator=127.0.0.1:9", "--num-processes=2", "--process-id=0"] if is_group else []
+    options = [*limits, "--drain-timeout-s=1.5", "--served-model-name=tiny", *group]
+    outcome = radixkv("serve", "m", "--port=0", *options)
+    assert outcome.status == 0
+    model = given["model"]
+    assert (model.name, model.engine, model.max_model_len) == ("tiny", engine, 77)
+    assert (
+        given["limits"]
+        == given["app_limits"]
+        == server.ServerLimits(
+            max_body_bytes=1000, max_bodies_bytes=16_000, max_requests=5, max_connections=9
+        )
+    )
+    assert (given["app_api_key"], given["app_metrics"], given["app_has_engine"]) == (
+        *("sesame", None, True),
+    )
+    assert (given["app"], given["engine"]) == ("the application", engine)
+    assert (given["drain_timeout_s"], given["outlives_engine"]) == (1.5, not is_group)
+    given["on_ready"]()
 
 
 def test_a_model_that_is_nowhere(radixkv: Any) -> None:

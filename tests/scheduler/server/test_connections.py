@@ -6,8 +6,10 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
+import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
+from uvicorn.server import ServerState
 
 from radixkv.scheduler.server.connections import Connections, _LingeringTransport
 from radixkv.scheduler.server.limits import ServerLimits
@@ -79,3 +81,26 @@ def test_a_close_waits_for_a_peer_that_does_not_read_and_not_for_ever(
     assert transport.close.call_count == (not is_closing)
     lingers = num_left and not is_closing
     assert loop.mock_calls == ([call.call_later(5.0, transport.abort)] if lingers else [])
+
+
+@pytest.mark.parametrize("end", ["lost", "dropped", "refused"])
+def test_the_deadline_of_a_connection_ends_with_it(end: str) -> None:
+    """Otherwise each one that ends would stay in memory until then."""
+    transport, loop = Mock(), Mock()
+    transport.get_extra_info.return_value = None
+    transport.get_write_buffer_size.return_value = 0
+    connections = Connections(ServerLimits(head_s=7.0))
+    make: Any = connections.protocol()
+    config = uvicorn.Config(Mock(), log_config=None)
+    connection = make(config=config, server_state=ServerState(), app_state={}, _loop=loop)
+    connection.connection_made(transport)
+    assert loop.mock_calls == [call.call_later(7.0, connection.drop)]
+    if end == "lost":
+        connection.connection_lost(None)
+    elif end == "dropped":
+        connection.drop()
+    else:
+        connection.refuse(1)
+    loop.call_later.return_value.cancel.assert_called_once_with()
+    assert connections.num_open == 0 and not connections._waiting
+    assert transport.abort.call_count == (end == "dropped")
