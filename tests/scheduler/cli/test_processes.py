@@ -157,7 +157,8 @@ def test_a_group_leaves_sigterm_as_it_was(
     monkeypatch.setattr(process_group, "init_processes", init)
     try:
         with group_of_options(ARGUMENTS):
-            assert signal.getsignal(signal.SIGTERM) is before
+            during = signal.getsignal(signal.SIGTERM)
+        assert during is signal.getsignal(signal.SIGTERM) is before
     finally:
         signal.signal(signal.SIGTERM, before)
 

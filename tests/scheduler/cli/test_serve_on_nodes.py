@@ -15,14 +15,17 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest.mock import Mock
 from urllib.request import Request, urlopen
 
 import pytest
 
+from radixkv.scheduler.cli import serve_on_nodes
 from radixkv.scheduler.cli.main import build_parser
 from radixkv.scheduler.cli.serve import API_KEY
 from radixkv.scheduler.cli.serve_on_nodes import connect
+from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.handoff.gateway_messages import GATEWAY, NodeStatus
 from radixkv.scheduler.models import load_config
 from radixkv.scheduler.nodes.channel import ZmqChannel
@@ -189,3 +192,39 @@ def test_options_that_exclude_or_need_each_other(
 ) -> None:
     outcome = radixkv("serve", "m", "--port=0", *options)
     assert (outcome.status, outcome.stderr) == (2, f"radixkv: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "silence_s", "timeout_s"),
+    [((), 5.0, 120.0), (("--silence-s", "3", "--timeout-s", "0"), 3.0, 0.0)],
+)
+def test_a_gateway_gets_its_times_and_is_closed_if_no_node_comes(
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    silence_s: float,
+    timeout_s: float,
+) -> None:
+    channel, found = Mock(), list[Any]()
+
+    def make(own: object, **options: Any) -> Mock:
+        assert own is channel
+        found.append(options["silence_s"])
+        return Mock()
+
+    def wait_for(nodes: object, arguments: object, limit_s: float, check: object) -> NoReturn:
+        found.append(limit_s)
+        raise NodesMissingError("none came")
+
+    monkeypatch.setattr(serve_on_nodes, "open_gateway", lambda *_: channel)
+    monkeypatch.setattr(serve_on_nodes, "RemoteNodes", make)
+    monkeypatch.setattr(serve_on_nodes, "wait_for", wait_for)
+    gateway = ("--disaggregate", "--gateway", "127.0.0.1:9")
+    arguments = build_parser().parse_args(["serve", str(model_dir), *gateway, *options])
+    with (
+        pytest.raises(NodesMissingError, match=r"^none came$"),
+        connect(arguments, lambda _: None),
+    ):
+        pass
+    assert found == [silence_s, timeout_s]
+    channel.close.assert_called_once_with()

@@ -72,3 +72,27 @@ def test_the_last_snapshot_is_final() -> None:
     steps.recorder.engine_ended(steps.engine)
     assert waiting.done() and steps.recorder.has_ended
     assert steps.recorder.ask().result(0) is steps.recorder.last
+
+
+def test_a_snapshot_is_read_if_somebody_asks_and_stays_as_it_was() -> None:
+    steps = Steps()
+    requests = [Request(name, [1, 2, 3], 9, namespace=b"n") for name in "ab"]
+    for request in requests:
+        steps.recorder.request_submitted(request)
+    steps.step(1.0, 2.0, requests[0], 1)
+    assert steps.recorder.last is None, "nobody has asked"
+    asked = steps.recorder.ask()
+    steps.step(3.0, 4.0, requests[0], 1)
+    snapshot = asked.result(0)
+    assert snapshot is not None and snapshot is steps.recorder.last
+    ended, namespaces = dict(snapshot.ended), dict(snapshot.namespaces)
+    totals = {name: each.total for name, each in snapshot.histograms.items()}
+    steps.step(5.0, 6.0, requests[1], 1)
+    for request in requests:
+        steps.recorder.request_ended(request, "stop")
+    assert steps.recorder.last is snapshot, "nobody has asked again"
+    assert (snapshot.ended, snapshot.namespaces) == (ended, namespaces)
+    assert {name: each.total for name, each in snapshot.histograms.items()} == totals
+    assert snapshot.num_generated == snapshot.namespaces["n", "generation"] == 2
+    assert snapshot.namespaces["n", "requests"] == 1
+    assert snapshot.namespaces["other", "generation"] == 0

@@ -147,7 +147,7 @@ def test_all_paths_share_the_limits_of_bodies_and_of_choices(
 
     def full(limit: int) -> RequestCount:
         counts.append(RequestCount(limit))
-        counts[0].active = limit
+        counts[-1].active = limit
         return counts[-1]
 
     def reader(limits: ServerLimits) -> BodyReader:
@@ -163,9 +163,10 @@ def test_all_paths_share_the_limits_of_bodies_and_of_choices(
 
     async def ask(path: str) -> None:
         body = json.dumps({"model": "m", **BODIES[path]}).encode()
+        messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": body}]
 
         async def receive() -> Any:
-            return {"type": "http.request", "body": body}
+            return messages.pop()
 
         async def send(message: Any) -> None:
             statuses.setdefault(path, message.get("status"))

@@ -286,6 +286,7 @@ def test_the_events_of_a_stream_lose_nothing_and_end_with_the_usage_that_is_aske
     elif has_usage:
         final = chunks.pop()
         assert (final["choices"], final["usage"]) == ([], usage(last.values()))
+    assert all(chunk["choices"] for chunk in chunks), "only the last one may have none"
     for chunk in chunks:
         assert ("usage" in chunk) == (has_usage or is_continuous)
         assert (chunk.get("usage") is not None) == is_continuous

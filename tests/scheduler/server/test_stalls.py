@@ -25,7 +25,7 @@ class Loop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
-    def call_at(self, *arguments: Any, **options: Any) -> asyncio.TimerHandle:
+    def call_at(self, *arguments: Any, **options: Any) -> asyncio.TimerHandle:  # type: ignore[override]
         self.timers.append(super().call_at(*arguments, **options))
         return self.timers[-1]
 
