@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -228,17 +229,23 @@ def told(tokens: list[tuple[int, bool]], taken: int, end: int, index: int) -> Ge
     )
 
 
+PAIRS = [(False, False), (False, True), (True, False), (True, True)]
+
 sampled = st.lists(st.tuples(st.integers(0, 25), st.booleans()), min_size=1, max_size=5)
 
 
-@settings(max_examples=50)
+@pytest.mark.parametrize("options", [None, *itertools.starmap(StreamOptions, PAIRS)])
+@settings(max_examples=20)
 @given(st.data(), st.lists(sampled, min_size=1, max_size=3), st.booleans(), st.booleans())
 def test_the_events_of_a_stream_lose_nothing_and_end_with_the_usage_that_is_asked_for(
-    data: st.DataObject, samples: list[list[tuple[int, bool]]], is_chat: bool, fails: bool
+    options: StreamOptions | None,
+    data: st.DataObject,
+    samples: list[list[tuple[int, bool]]],
+    is_chat: bool,
+    fails: bool,
 ) -> None:
     """Also of tokens without text, such as a part of a character; one that fails ends so, too."""
     has_ids, has_logprobs = data.draw(st.booleans()), data.draw(st.booleans())
-    options = data.draw(st.none() | st.builds(StreamOptions, st.booleans(), st.booleans()))
     taken = [0] * len(samples)
     outputs: list[GenerationOutput] = []
     while rest := [index for index, each in enumerate(samples) if taken[index] < len(each)]:
