@@ -137,6 +137,15 @@ def test_a_cluster_that_is_not_there_is_the_callers_mistake(
         World(cluster, modules, "prefill=1")
 
 
+def test_a_fleet_may_have_a_namespace_of_its_own(
+    cluster: Cluster, modules: dict[str, ModuleType]
+) -> None:
+    arguments = World.parse("tp=2")
+    arguments.ray_namespace = "mine"
+    modules["fleet"].Fleet(arguments, print)
+    assert cluster.namespace == "mine"
+
+
 def test_nodes_start_with_what_each_needs_on_one_machine(world: World) -> None:
     world.start()
     assert world.wanted().arguments == (

@@ -76,7 +76,7 @@ def test_the_last_snapshot_is_final() -> None:
 
 def test_a_snapshot_is_read_if_somebody_asks_and_stays_as_it_was() -> None:
     steps = Steps()
-    requests = [Request(name, [1, 2, 3], 9, namespace=b"n") for name in "ab"]
+    requests = [Request(name, [1, 2, 3], 9, namespace=name.encode()) for name in ("n", "x")]
     for request in requests:
         steps.recorder.request_submitted(request)
     steps.step(1.0, 2.0, requests[0], 1)
@@ -95,4 +95,7 @@ def test_a_snapshot_is_read_if_somebody_asks_and_stays_as_it_was() -> None:
     assert {name: each.total for name, each in snapshot.histograms.items()} == totals
     assert snapshot.num_generated == snapshot.namespaces["n", "generation"] == 2
     assert snapshot.namespaces["n", "requests"] == 1
-    assert snapshot.namespaces["other", "generation"] == 0
+    steps.recorder.read(steps.engine)
+    last = steps.recorder.last
+    assert last is not None and {label for label, _ in last.namespaces} == {"n", "other"}
+    assert (last.namespaces["n", "generation"], last.namespaces["other", "generation"]) == (2, 1)
