@@ -15,6 +15,7 @@ from radixkv.scheduler.gateway.cache_index import CacheReporter
 from radixkv.scheduler.handoff import Ack, Ask, AttemptKey, Header, Timing
 from radixkv.scheduler.handoff.gateway_messages import (
     GATEWAY,
+    CancelAttempt,
     DeliveryAck,
     NodeStatus,
     RunPrefill,
@@ -306,3 +307,27 @@ def test_the_gateway_is_answered_before_a_step() -> None:
     node.say(GATEWAY, run)
     node.pass_time(0.5)
     assert heard == [DeliveryAck.of(run)]
+
+
+@pytest.mark.parametrize("says_it", [True, False], ids=["it tells", "an attempt tells"])
+def test_a_peer_that_comes_back_at_another_address_is_connected_there(says_it: bool) -> None:
+    node, connected = Alone("d0"), list[tuple[str, str]]()
+    node.join("d0")
+    node.pass_time(0.0)
+    setattr(node.channel, "connect", lambda *pair: connected.append(pair))  # noqa: B010
+    address = "127.0.0.1:9"
+    if says_it:
+        node.say("d0", NodeStatus("decode", address, "jax", 4, 8, "m"))
+    else:
+        request = Request("a", [1, 2, 3], 1)
+        node.say(GATEWAY, RunPrefill.of(AttemptKey("a", 1), 1, request, "d0", address))
+    node.pass_time(0.5)
+    assert connected == [("d0", address)]
+
+
+def test_an_attempt_is_given_up_for_the_reason_of_the_gateway() -> None:
+    node, given_up = Alone(), list[tuple[AttemptKey, str]]()
+    setattr(node.engine, "give_up", lambda *given: given_up.append(given))  # noqa: B010
+    node.say(GATEWAY, CancelAttempt(AttemptKey("a", 2), "it was aborted"))
+    node.pass_time(0.0)
+    assert given_up == [(("a", 2), "it was aborted")]
