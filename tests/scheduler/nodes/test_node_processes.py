@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,3 +186,33 @@ while True:
         processes.start("p", "prefill-node", [])
         os.waitid(os.P_PID, processes.pid("p"), os.WSTOPPED | os.WNOWAIT)
         assert processes.end("p") is None
+
+
+def test_all_nodes_are_told_to_end_before_one_of_them_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    popen, told = subprocess.Popen, tmp_path / "told"
+    does = {"first": "while not told.exists(): time.sleep(0.001)", "last": "told.touch()"}
+
+    def start(line: list[str], **options: Any) -> Any:
+        program = f"""
+import os, pathlib, signal, time
+told = pathlib.Path({str(told)!r})
+def end(*_):
+    {does[line[line.index("--name") + 1]]}
+    print("{{}}", flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+os.kill(os.getpid(), signal.SIGSTOP)
+while True:
+    signal.pause()
+"""
+        return popen([sys.executable, "-S", "-c", program], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with NodeProcesses() as processes:
+        for name in does:
+            processes.start(name, "prefill-node", [])
+        for name in does:
+            os.waitid(os.P_PID, processes.pid(name), os.WSTOPPED | os.WNOWAIT)
+        assert processes.stop() == {"first": {}, "last": {}}
