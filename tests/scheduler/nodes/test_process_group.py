@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -532,3 +533,101 @@ def test_processes_are_connected_by_jax(monkeypatch):
             {"heartbeat_timeout_seconds": 30, "coordinator_bind_address": "10.0.0.1:1234"},
         ),
     ]
+
+
+class Slow:
+    """A clock that moves when the test says so, and a group that waits by it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, process_id: int) -> None:
+        self.now = 0.0
+        self.waits_ms: list[int] = []
+        self.group: Any = ProcessGroup.__new__(ProcessGroup)
+        vars(self.group).update(process_id=process_id, num_processes=3, _timeout_s=100.0)
+        vars(self.group).update(_failure=None, _is_lost=False, address="10.0.0.1:5", _monitor=None)
+        end = Mock(poll=self.poll, recv_multipart=lambda: [b"beat"])
+        vars(self.group).update(_socket=end)
+        monkeypatch.setattr(process_group, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def poll(self, timeout_ms: int) -> bool:
+        """Let a message come after 60 s, and no other."""
+        self.waits_ms.append(timeout_ms)
+        self.now += 60.0
+        return len(self.waits_ms) == 1
+
+
+def test_a_process_that_joins_does_not_prolong_the_wait_for_another(monkeypatch):
+    world = Slow(monkeypatch, 0)
+    world.group._receive_report = lambda: (1, b"share", [b"[1]"])
+    with fails("process 2 did not join in 100 s"):
+        world.group.share([0])
+    assert world.waits_ms == [100_000, 40_000]
+
+
+def test_heartbeats_do_not_prolong_the_wait_for_an_answer(monkeypatch):
+    world = Slow(monkeypatch, 1)
+
+    class Poller:
+        def register(self, *_: object) -> None:
+            """The test says what is ready."""
+
+        def poll(self, timeout_ms: int) -> list[Any]:
+            return [(world.group._socket, zmq.POLLIN)] if world.poll(timeout_ms) else []
+
+    monkeypatch.setattr(zmq, "Poller", Poller)
+    with fails("process 0 at 10.0.0.1:5 did not answer in 100 s"):
+        world.group.share([1])
+    assert world.waits_ms == [100_000, 40_000]
+
+
+def test_reports_are_due_at_the_time_of_the_step_itself(monkeypatch):
+    """What it takes to compute the step is not given to its reports once more."""
+    world, computed = Slow(monkeypatch, 0), SimpleNamespace(error=None)
+
+    def compute(timeout_s: float) -> bool:
+        world.now += 90.0
+        return True
+
+    computed.wait = compute
+    monkeypatch.setattr(process_group, "_Computed", lambda arrays: computed)
+    world.group._sender = SimpleNamespace(late=[2])
+    world.group._take_reports = lambda: None
+    with fails("process 2 did not report a call in 100 s"):
+        world.group.wait(())
+    assert len(world.waits_ms) == 1
+
+
+def test_a_process_that_fails_while_nothing_is_called_is_heard(others):
+    def fail(group: ProcessGroup) -> None:
+        with group:
+            group.join(OPTIONS)
+            raise GroupError("no more memory")
+
+    others.start(1, fail)
+    others.start(2, follow)
+    with fails("process 1: no more memory"), ProcessGroup(timeout_s=LATE_S) as group:
+        group.join(OPTIONS)
+        assert group._socket.poll(round(LATE_S * 1000))
+        group.check()
+    others.end()
+    assert others.errors == {1: "no more memory", 2: "process 1: no more memory"}
+
+
+def test_no_call_is_dropped_and_a_dead_connection_is_noticed(others):
+    limits = {
+        zmq.SNDHWM: 0,
+        zmq.RCVHWM: 0,
+        zmq.HANDSHAKE_IVL: 10_000,
+        zmq.HEARTBEAT_IVL: 2000,
+        zmq.HEARTBEAT_TIMEOUT: 10_000,
+        zmq.LINGER: 1000,
+    }
+    found: dict[int, dict[int, Any]] = {}
+
+    def look(group: ProcessGroup) -> None:
+        found[group.process_id] = {option: group._socket.get(option) for option in limits}
+
+    others.start(1, look)
+    with ProcessGroup(timeout_s=LATE_S) as group:
+        look(group)
+        others.end()
+    assert found == {0: limits, 1: limits}
