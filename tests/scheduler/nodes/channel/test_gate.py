@@ -419,3 +419,22 @@ def test_a_connection_whose_ends_are_closed_in_the_same_turn_is_closed_once(
     assert not gate._proven and not gate._unproven and len(gate._selector.get_map()) == 0
     assert outside.fileno() == inside.fileno() == -1
     assert gate.refused().total() == (not is_proven)
+
+
+def test_a_gate_that_crashes_keeps_no_connection(
+    nodes: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(gate: Gate) -> None:
+        raise ValueError("why")
+
+    d = opened(nodes, "d")
+    strangers = [nodes.enter_context(stranger_at(d))]
+    greet(strangers[0])
+    monkeypatch.setattr(Gate, "_turn", fail)
+    strangers.append(nodes.enter_context(stranger_at(d)))  # wakes it
+    wait_until_closed(strangers[:1], 1)
+    gate = d._gate
+    assert gate is not None
+    gate._thread.join(LATE_S)
+    with pytest.raises(ChannelError, match=r"^no more connections are accepted: ValueError"):
+        d.receive()
