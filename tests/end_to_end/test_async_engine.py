@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import re
 import subprocess
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -736,6 +738,134 @@ def test_leaving_with_an_error_aborts(served):
         asyncio.run(main())
     assert streams[0]._consumer.deliveries[0].finish_reason == "abort"
     assert_nothing_leaked(inner)
+
+
+class Idle:
+    """An engine without work.
+
+    Attributes:
+        timeouts: what each `close` was given.
+    """
+
+    has_work = False
+
+    def __init__(self) -> None:
+        self.timeouts: list[float] = []
+
+    def close(self, *, timeout_s: float) -> bool:
+        self.timeouts.append(timeout_s)
+        return True
+
+
+def test_an_engine_is_closed_with_the_time_of_its_last_caller():
+    inner: Any = Idle()
+
+    async def main() -> None:
+        engine = AsyncEngine(inner)
+        with held(engine):
+            closing = [
+                asyncio.create_task(engine.close(drain=drain, timeout_s=timeout_s))
+                for drain, timeout_s in ((True, 5.0), (False, 7.0))
+            ]
+            await asyncio.sleep(0)
+        assert await asyncio.gather(*closing) == [True, True]
+
+    asyncio.run(main())
+    assert inner.timeouts == [7.0]
+
+
+def test_an_engine_is_closed_though_nobody_waits_for_it_any_more():
+    inner: Any = Idle()
+
+    async def main() -> None:
+        engine = AsyncEngine(inner)
+        with held(engine):
+            closing = asyncio.create_task(engine.close(timeout_s=5.0))
+            await asyncio.sleep(0)
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+        assert await engine.close(timeout_s=5.0)
+
+    asyncio.run(main())
+    assert inner.timeouts == [5.0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_each_caller_gets_an_error_of_its_own(fails):
+    """A traceback grows where an error is raised. A close does not hide what the engine died of."""
+    inner: Any = Idle()
+
+    def exit_thread(_: object) -> None:
+        raise SystemExit
+
+    async def main() -> None:
+        engine = AsyncEngine(inner)
+        if fails:
+            with pytest.raises(EngineFailedError):
+                await engine.call(exit_thread)
+        assert await engine.close()
+        kind = EngineFailedError if fails else EngineClosedError
+        errors = []
+        for _ in range(2):
+            with pytest.raises(kind) as refused:
+                engine.generate([1], PARAMS)
+            errors.append(refused.value)
+        first, second = errors
+        assert first is not second and str(first) == str(second)
+        assert first.__cause__ is second.__cause__ is engine.failure
+
+    asyncio.run(main())
+
+
+def test_the_end_of_a_program_aborts_what_runs(served, monkeypatch):
+    """And nothing is left to do there, once the engine is closed."""
+    kept: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", kept.append)
+    inner = fresh(served[0])
+    gate = Gate(inner)
+    engine = AsyncEngine(inner)
+    [at_exit] = kept
+    close = engine._thread.close
+
+    def close_and_go_on(**options: Any) -> None:
+        close(**options)
+        gate.open()
+
+    async def main() -> OutputStream:
+        stream = engine.generate(PROMPTS[0], GenerationParams(max_tokens=300))
+        gate.allow(4)
+        await anext(stream)
+        monkeypatch.setattr(atexit, "unregister", kept.remove)
+        monkeypatch.setattr(engine._thread, "close", close_and_go_on)
+        at_exit()
+        return stream
+
+    stream = asyncio.run(main())
+    assert stream._consumer.deliveries[0].finish_reason == "abort"
+    assert kept == []
+    assert_nothing_leaked(inner)
+
+
+def test_a_request_has_what_its_caller_asks_for():
+    inner: Any = Idle()
+    guide: Any = Mock(**{"copy.return_value": "a copy"})
+
+    async def main() -> None:
+        engine = AsyncEngine(inner, eos_token_ids=[7])
+        with held(engine):
+            stream = engine.generate(
+                [1], PARAMS, request_id="a", priority=3, namespace=b"n", guide=guide
+            )
+            [delivery] = stream._consumer.deliveries
+            request = delivery.request
+            assert (request.request_id, request.priority, request.namespace) == ("a", 3, b"n")
+            assert (request.guide, request.stop_token_ids) == ("a copy", {7})
+            engine._thread.close(drain=True, timeout_s=5.0)
+
+    inner.add_request = lambda request: None
+    inner.abort = lambda request_id: True
+    asyncio.run(main())
 
 
 def test_an_engine_that_is_dropped_ends_its_thread_but_not_under_a_stream(served):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import re
 import signal
 import sys
+import threading
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +34,9 @@ from radixkv.scheduler import (
 )
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.models import CheckpointFileError, make_tiny_checkpoint
+from radixkv.scheduler.models.checkpoint import tensor_shapes
+from radixkv.scheduler.models.config import load_config
+from radixkv.scheduler.serving import llm as llm_module
 from radixkv.scheduler.serving.outputs import Completion
 from radixkv.scheduler.text import ChatTemplateError, ModelNotFoundError
 
@@ -317,6 +322,38 @@ def test_sizes_are_said_in_a_line(llm, model_directory, caplog):
     [record] = caplog.records
     assert record.getMessage().startswith(f"{model_directory}: ")
     assert " of weights and 96 blocks of 4 tokens take " in record.getMessage()
+
+
+def test_a_name_on_the_hub_has_its_revision(monkeypatch):
+    asked: list[Any] = []
+
+    def locate(*given: Any) -> Path:
+        asked.append(given)
+        raise ModelNotFoundError("owner/name", "no network")
+
+    monkeypatch.setattr(llm_module, "locate_model", locate)
+    with pytest.raises(ModelNotFoundError, match=r"^owner/name: no network$"):
+        radixkv.LLM("owner/name", revision="v1")
+    assert asked == [("owner/name", "v1")]
+
+
+def test_the_memory_of_tied_weights_counts_once(llm, model_directory):
+    tensors = tensor_shapes(load_config(model_directory)).values()
+    assert llm.sizes.used_bytes == 4 * sum(math.prod(shape) for shape in tensors)
+
+
+def test_an_idle_engine_of_a_group_looks_for_lost_processes(llm, monkeypatch):
+    has_looked = threading.Event()
+
+    def step() -> list[Any]:
+        has_looked.set()
+        return []
+
+    monkeypatch.setattr(llm, "_poll_s", 0.001)
+    monkeypatch.setattr(llm.engine, "step", step)
+    served = llm.serve()
+    assert has_looked.wait(60)
+    assert asyncio.run(served.close())
 
 
 def test_models_that_cannot_be_loaded(tmp_path, model_directory):
