@@ -28,6 +28,7 @@ from radixkv.scheduler import (
     EngineFailedError,
     GenerationOutput,
     GenerationParams,
+    Guided,
     OutputStream,
     PrefixHits,
     RequestError,
@@ -752,6 +753,12 @@ class Idle:
     def __init__(self) -> None:
         self.timeouts: list[float] = []
 
+    def add_request(self, request: Any) -> None:
+        pass
+
+    def abort(self, request_id: str) -> bool:
+        return True
+
     def close(self, *, timeout_s: float) -> bool:
         self.timeouts.append(timeout_s)
         return True
@@ -818,6 +825,55 @@ def test_each_caller_gets_an_error_of_its_own(fails):
     asyncio.run(main())
 
 
+def test_a_failure_reaches_everybody_though_an_event_loop_is_closed():
+    """The failed engine, which may do anything, is not asked to abort its requests."""
+    inner: Any = Idle()
+    inner.abort = Mock(side_effect=ZeroDivisionError)
+    closed = asyncio.new_event_loop()
+    closed.close()
+
+    def exit_thread(_: object) -> None:
+        raise SystemExit
+
+    async def main() -> None:
+        engine = AsyncEngine(inner)
+        with held(engine):
+            stream = engine.generate([1], PARAMS)
+            stream._consumer.loop = closed
+            calls = [engine.submit_call(each) for each in (exit_thread, Engine.stats)]
+        for each in calls:
+            assert isinstance(each.exception(timeout=60), EngineFailedError)
+        assert await engine.close()
+        assert isinstance(stream._consumer.deliveries[0].error, EngineFailedError)
+
+    asyncio.run(main())
+    assert not inner.abort.called
+
+
+def test_who_waits_for_the_end_is_told_of_one_that_fails():
+    inner: Any = Idle()
+    inner.close = Mock(side_effect=OSError("no room"))
+    engine, has_ended = AsyncEngine(inner), threading.Event()
+    engine.when_ended(has_ended.set)
+    with pytest.raises(OSError, match=r"^no room$"):
+        asyncio.run(engine.close())
+    assert has_ended.wait(60)
+
+
+def test_guides_end_with_the_end_tokens_of_the_engine():
+    inner: Any = Idle()
+    tokenizer: Any = Mock()
+    engine = AsyncEngine(inner, tokenizer, eos_token_ids=[7, 9])
+    guided = Guided(regex="a")
+    assert engine.make_guide(guided) is tokenizer.guide.return_value
+    tokenizer.guide.assert_called_once_with(guided, {7, 9})
+    engine.tokenizer = None
+    text = r"^guided output needs a tokenizer, and the engine has none$"
+    with pytest.raises(RequestError, match=text):
+        engine.make_guide(guided)
+    asyncio.run(engine.close())
+
+
 def test_the_end_of_a_program_aborts_what_runs(served, monkeypatch):
     """And nothing is left to do there, once the engine is closed."""
     kept: list[Callable[[], None]] = []
@@ -863,8 +919,6 @@ def test_a_request_has_what_its_caller_asks_for():
             assert (request.guide, request.stop_token_ids) == ("a copy", {7})
             engine._thread.close(drain=True, timeout_s=5.0)
 
-    inner.add_request = lambda request: None
-    inner.abort = lambda request_id: True
     asyncio.run(main())
 
 

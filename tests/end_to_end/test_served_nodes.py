@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -61,6 +62,34 @@ async def serving(
     cluster.front.run()
     cluster.assert_nothing_leaked()
     assert cluster.front.failures == {}
+
+
+def test_nodes_are_looked_after_before_each_step_also_without_requests():
+    calls: list[tuple[str, threading.Thread]] = []
+    has_idled = threading.Event()
+
+    class Idle:
+        failures: dict[str, str] = {}  # noqa: RUF012
+        advanced: tuple[Request, ...] = ()
+        has_work = False
+        add_request = abort = None
+
+        def step(self) -> list[Request]:
+            note("step")
+            if len(calls) >= 6:
+                has_idled.set()
+            return []
+
+    def note(name: str) -> None:
+        calls.append((name, threading.current_thread()))
+
+    idle: Any = Idle()
+    nodes = serve_nodes(idle, partial(note, "close"), supervise=partial(note, "supervise"))
+    assert has_idled.wait(60)
+    assert asyncio.run(nodes.close())
+    *names, end = [name for name, _ in calls]
+    assert names == ["supervise", "step"] * (len(names) // 2) and end == "close"
+    assert {thread.name for _, thread in calls} == {"radixkv-engine"}
 
 
 async def last(nodes: AsyncEngine, prompt: Any, params: GenerationParams) -> Any:

@@ -56,6 +56,24 @@ class TestTarget:
             with jax.default_device(device):
                 assert target_device() == (cpu.device_kind, None, 1, "cpu")
 
+    @pytest.mark.parametrize(
+        ("platform", "is_gpu"),
+        [("cpu", False), ("gpu", True), ("cuda", True), ("rocm", True), ("tpu", False)],
+    )
+    def test_gpus_are_those_of_any_maker(self, platform, is_gpu):
+        device = AbstractDevice(device_kind="one", num_cores=None, platform=platform)
+        with on_device(device):
+            assert target_device() == ("one", None, 1, platform)
+            assert backends.is_gpu() == is_gpu
+
+    @pytest.mark.parametrize("kind", ["GH200 480GB", "H20", "H100 PCIe", "H200", "H800", "H20-3e"])
+    @pytest.mark.parametrize("platform", ["gpu", "cuda"])
+    def test_hopper_is_known_by_its_names(self, kind, platform):
+        for name, capability in ((f"NVIDIA {kind}", "9.0"), (f"NVIDIA R{kind}", None)):
+            device = AbstractDevice(device_kind=name, num_cores=7, platform=platform)
+            with on_device(device):
+                assert target_device() == (name, capability, 7, platform)
+
 
 def test_compiler_options_are_only_for_cpus():
     with on_h100():

@@ -138,6 +138,7 @@ REFUSED = (
     (lambda: write([3, -2]), "slots[1] must be -1 or in 0 .. 35, got -2"),
     (lambda: write([7, 3, 7]), "slots must be distinct, but 7 occurs twice"),
     (lambda: write([0, 8], k_scales=SCALES, v_scales=SCALES), "k_scales[2, 1] must be > 0, got 0.0"),  # noqa: E501
+    (lambda: write([0, 8], k_scales=abs(SCALES) + 1, v_scales=-SCALES), "v_scales[0, 0] must be > 0, got -1.0"),  # noqa: E501
     (lambda: copy([1, 9, 1], [2, 3, 4], 3), "sources[1] must be -1 or in 0 .. 8, got 9"),
     (lambda: copy([1, 1, 1], [2, 3, -5], 3), "destinations[2] must be -1 or in 0 .. 8, got -5"),
     (lambda: copy([1, 1, 1], [2, 3, 2], 3), "destinations must be distinct, but 2 occurs twice"),

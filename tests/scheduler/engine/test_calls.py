@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,8 +28,9 @@ from radixkv.scheduler.engine.calls import (
     describe_difference,
     encode_call,
 )
-from radixkv.scheduler.engine.group_runners import digest_params
-from radixkv.scheduler.errors import CallError
+from radixkv.scheduler.engine.group_runners import LeadingRunner, digest_params
+from radixkv.scheduler.engine.model_runner import ModelRunner, _Results
+from radixkv.scheduler.errors import CallError, GroupError
 from radixkv.spec.model.group import GroupLedger
 from radixkv.spec.rules.rule import Violation
 
@@ -340,3 +343,56 @@ def test_the_digest_of_weights_depends_on_each_of_them():
         changed = [*weights[:place], each.at[-1].add(1), *weights[place + 1 :]]
         digests.add(digest_of(changed))
     assert len(digests) == 4
+
+
+def leading_runner() -> tuple[Any, Mock]:
+    """Return a runner of process 0 without programs, and its group."""
+    runner: Any = LeadingRunner.__new__(LeadingRunner)
+    runner._group = Mock()
+    return runner, runner._group
+
+
+def test_no_result_is_used_before_every_process_has_reported():
+    runner, group = leading_runner()
+    tokens: Any = np.array([5, 6], np.int32)
+    logprobs: Any = object()
+    runner._results = deque([_Results(tokens, 1, logprobs)])
+    group.wait.side_effect = GroupError("process 1 is late")
+    with pytest.raises(GroupError, match=r"^process 1 is late$"):
+        runner.read()
+    assert len(runner._results) == 1, "a step is lost"
+    group.wait.side_effect = None
+    assert runner.read() == [5]
+    assert group.wait.call_args == call((tokens, logprobs))
+
+
+@pytest.mark.parametrize("act", [LeadingRunner.collect, LeadingRunner.read])
+def test_a_lost_process_is_found_first(
+    act: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, group = leading_runner()
+    runner._results = deque([Mock()])
+    for name in ("collect", "read"):
+        monkeypatch.setattr(ModelRunner, name, Mock(side_effect=AssertionError("too early")))
+    group.check.side_effect = group.wait.side_effect = GroupError("process 1 is lost")
+    with pytest.raises(GroupError, match=r"^process 1 is lost$"):
+        act(runner)
+
+
+def test_process_0_waits_until_all_have_its_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, group = leading_runner()
+    new: Any = [jnp.ones(2)]
+
+    def set_params(runner: Any, params: Any, _: str) -> None:
+        assert not group.mock_calls, "another process has them first"
+        runner.model = SimpleNamespace(params=params)
+
+    monkeypatch.setattr(ModelRunner, "set_params", set_params)
+    runner.set_params(new, "n")
+    told = [(name, array_to_bytes(array)) for name, _, array in _arguments(group.tell)]
+    assert told == [("weights", b"n"), ("check_weights", digest_params(new))]
+    assert group.mock_calls[2:] == [call.wait(())]
+
+
+def _arguments(mock: Mock) -> list[Any]:
+    return [each.args for each in mock.call_args_list]

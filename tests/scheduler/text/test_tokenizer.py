@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from radixkv.scheduler import ConfigError, RequestError
 from radixkv.scheduler.models import CheckpointFileError, MissingExtraError
 from radixkv.scheduler.text import (
     ChatTemplateError,
+    Guided,
     ModelNotFoundError,
     TextTokenizer,
     locate_model,
 )
+from radixkv.scheduler.text import tokenizer as tokenizer_module
 
 from ...tokenizers import CHAT_TEMPLATE, add_tokenizer, byte_level
 
@@ -208,6 +211,27 @@ def test_messages_that_are_none(directory, messages):
     text = f"^messages must be dictionaries with role and content: {re.escape(repr(messages))}$"
     with pytest.raises(RequestError, match=text):
         TextTokenizer(directory).encode_chat(messages)
+
+
+def test_the_vocabulary_is_read_once_for_the_same_end_tokens(directory, monkeypatch):
+    made: list[Any] = []
+
+    class Maker:
+        def __init__(self, tokenizer: Any, ends: Any) -> None:
+            made.append(ends)
+            self.ends = ends
+
+        def start(self, guided: Guided) -> Any:
+            guide: Any = Future()
+            guide.set_result((self.ends, guided))
+            return guide
+
+    monkeypatch.setattr(tokenizer_module, "GuideMaker", Maker)
+    tokenizer = TextTokenizer(directory)
+    for regex, ends in (("a", [1, 2]), ("b", {3}), ("c", (2, 1)), ("d", [3])):
+        guided = Guided(regex=regex)
+        assert tokenizer.guide(guided, ends) == (frozenset(ends), guided)
+    assert made == [{1, 2}, {3}]
 
 
 def test_prompts_that_are_no_text(directory):
