@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -350,6 +351,19 @@ def test_an_engine_with_a_host_tier_serves_nothing_after_close(compiled):
     assert serving.abort("left")
     finish(serving)  # close may be called again
     assert serving.stats().steps == 0
+
+
+def test_a_storage_is_open_until_the_copies_that_use_it_have_ended():
+    serving: Any = Engine.__new__(Engine)
+    serving._on_events, serving._runner, serving._opened = None, Mock(), Mock()
+    serving._runner.close.return_value = False
+    assert not serving.close(timeout_s=5.0)
+    serving._runner.close.assert_called_once_with(5.0)
+    assert not serving._opened.close.called
+    serving._runner.close.return_value = True
+    for has_closed in (False, True):
+        serving._opened.close.return_value = has_closed
+        assert serving.close() == has_closed
 
 
 def test_without_tiers_close_does_nothing(compiled):

@@ -1,6 +1,7 @@
 """Buckets, and packing a plan into arrays and back."""
 
 import doctest
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler.engine import step_arrays as batching
-from radixkv.scheduler.engine.batch_state import DeviceBatch
+from radixkv.scheduler.engine.batch_state import DeviceBatch, Needs, needs_of
 from radixkv.scheduler.engine.step_arrays import Shape, Shapes, pack, power_of_two_buckets, unpack
 from radixkv.scheduler.request import GREEDY, Request, SamplingParams, lease_of
 from radixkv.scheduler.step_plan import Chunk, DecodeRows, StepPlan
@@ -352,3 +353,28 @@ def test_a_replaced_duplicate_is_sent_again():
     changed = np.flatnonzero(world.manager.tables.versions != versions)
     assert changed.tolist() == [lease_of(second).row]
     world.step([second, first])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "options", "needs"),
+    [
+        ({}, {}, Needs(0)),
+        ({"top_k": 3, "top_p": 0.5}, {}, Needs(0)),
+        ({"min_p": 0.5}, {}, Needs(0)),  # which drops no greedy token
+        ({"min_tokens": 2}, {}, Needs(0)),  # no token would end the output
+        ({}, {"stop_token_ids": [5]}, Needs(0)),
+        ({"temperature": 0.5}, {}, Needs.DRAWS),
+        ({"temperature": 0.5, "min_p": 0.5}, {}, Needs.DRAWS | Needs.ADJUSTS),
+        ({"min_tokens": 2}, {"stop_token_ids": [5]}, Needs.ADJUSTS),
+        ({"repetition_penalty": 1.5}, {}, Needs.COUNTS | Needs.ADJUSTS),
+        ({"presence_penalty": -0.5}, {}, Needs.COUNTS | Needs.ADJUSTS),
+        ({"frequency_penalty": 0.5}, {}, Needs.COUNTS | Needs.ADJUSTS),
+        ({}, {"guide": object()}, Needs.GUIDE | Needs.ADJUSTS),
+        ({}, {"logprobs": 0}, Needs.LOGPROBS),
+        ({}, {"prompt_logprobs": 0}, Needs.PROMPT_LOGPROBS),
+    ],
+)
+def test_a_request_takes_no_program_that_it_does_not_need(
+    sampling: dict[str, Any], options: dict[str, Any], needs: Needs
+) -> None:
+    assert needs_of(Request("a", [1], 4, sampling=SamplingParams(**sampling), **options)) == needs
