@@ -78,7 +78,9 @@ def test_qwen3_entries_are_read():
     assert not config.attention_bias and not config.mlp_bias
 
 
-@pytest.mark.parametrize("entry", ["partial_rotary_factor", "rope_scaling", "rope_theta"])
+@pytest.mark.parametrize(
+    "entry", ["architectures", "partial_rotary_factor", "rope_scaling", "rope_theta"]
+)
 def test_a_null_is_a_default(entry):
     entries = {key: value for key, value in LLAMA.items() if key != entry}
     assert parse_config({**entries, entry: None}, PATH) == parse_config(entries, PATH)
@@ -120,6 +122,10 @@ def test_old_and_new_spelling_of_rope_mean_the_same(entries):
     [
         ({"rope_type": "default"}, RopeConfig(500_000.0)),
         ({"type": "linear", "factor": 4.0}, RopeConfig(500_000.0, "linear", 4.0)),
+        (  # both, of which the newer one counts
+            {"type": "default", "rope_type": "linear", "factor": 4.0},
+            RopeConfig(500_000.0, "linear", 4.0),
+        ),
         (LLAMA3_ROPE, RopeConfig(500_000.0, "llama3", 32.0, 1.0, 4.0, 8192)),
     ],
 )

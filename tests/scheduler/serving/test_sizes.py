@@ -120,6 +120,20 @@ def test_sizes_that_are_given_are_taken(config):
     assert str(replace(chosen, kv_copies=2)) == f"{weights} 4.31 GiB of 1 GiB (431%); {rest}"
 
 
+@pytest.mark.parametrize(
+    ("platform", "token_budget", "max_running"),
+    [
+        *(("cpu", number, min(number, 16)) for number in (1, 8, 15, 16, 17)),
+        *(("gpu", number, min(number, 128)) for number in (8, 127, 128, 129)),
+    ],
+)
+def test_no_more_requests_run_than_a_step_has_tokens(
+    config: ModelConfig, platform: str, token_budget: int, max_running: int
+) -> None:
+    memory = DeviceMemory(platform, 2**30, 0)
+    assert choose_sizes(config, 4, memory, token_budget=token_budget).max_running == max_running
+
+
 def test_the_longest_request_fits_into_all_blocks(config):
     def choose(max_model_len: int) -> EngineSizes:
         memory = DeviceMemory("gpu", 2**30, 0)

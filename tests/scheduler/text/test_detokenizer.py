@@ -219,6 +219,7 @@ def test_a_long_text_is_decoded_piece_by_piece():
     pending=st.text("ab", max_size=3),
 )
 @example(parts=["a", "b", "b"], strings=["bb"], pending="")
+@example(parts=["", "ab"], strings=["ab"], pending="bbb")
 def test_stop_strings_are_found_as_soon_as_they_are_there(parts, strings, pending):
     stops = StopStrings(strings)
     assert bool(stops) == bool(strings)
@@ -350,6 +351,15 @@ def test_a_stop_string_may_end_with_what_is_no_character():
     assert output.text == "the"
     assert output.push([], is_end=True) == 0
     assert output.text == "the"
+
+
+@pytest.mark.parametrize(("min_tokens", "used", "text"), [(1, 2, "a"), (2, None, "a�")])
+def test_first_tokens_may_end_with_what_is_no_character(min_tokens, used, text):
+    tokenizer = byte_fallback()
+    output = OutputText(Detokenizer(tokenizer), ["�"], min_tokens)
+    tokens = [tokenizer.get_vocab()[name] for name in ("a", "<0xFF>")]
+    assert output.push(tokens, is_end=True) == used
+    assert output.text == text
 
 
 def test_a_special_token_that_the_normalizer_renames_has_text():

@@ -168,6 +168,14 @@ def test_variables_of_a_request_go_before_special_tokens(tmp_path):
     assert template.render(messages, eos_token="!") == "<s>!"
 
 
+def test_the_last_default_of_several_templates_is_taken(tmp_path):
+    """As in transformers, which makes a dictionary of them."""
+    names = ("default", "tool_use", "default", "rag")
+    templates = [{"name": name, "template": str(place)} for place, name in enumerate(names)]
+    add_tokenizer(tmp_path, chat_template=templates)
+    assert TextTokenizer(tmp_path).render_chat(MESSAGES) == "2"
+
+
 def test_a_template_of_its_own_file_goes_first(directory):
     (directory / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
     assert TextTokenizer(directory)._template.render(MESSAGES) == "<s>the cache"
