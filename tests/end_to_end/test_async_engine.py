@@ -914,7 +914,7 @@ def test_a_request_has_what_its_caller_asks_for():
                 [1], PARAMS, request_id="a", priority=3, namespace=b"n", guide=guide
             )
             [delivery] = stream._consumer.deliveries
-            request = delivery.request
+            request: Any = delivery.request
             assert (request.request_id, request.priority, request.namespace) == ("a", 3, b"n")
             assert (request.guide, request.stop_token_ids) == ("a copy", {7})
             engine._thread.close(drain=True, timeout_s=5.0)

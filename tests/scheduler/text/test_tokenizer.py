@@ -238,7 +238,8 @@ def test_the_vocabulary_is_read_once_for_the_same_end_tokens(directory, monkeypa
     tokenizer = TextTokenizer(directory)
     for regex, ends in (("a", [1, 2]), ("b", {3}), ("c", (2, 1)), ("d", [3])):
         guided = Guided(regex=regex)
-        assert tokenizer.guide(guided, ends) == (frozenset(ends), guided)
+        guide: Any = tokenizer.guide(guided, ends)
+        assert guide == (frozenset(ends), guided)
     assert made == [{1, 2}, {3}]
 
 
