@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
@@ -14,7 +15,8 @@ from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.scheduler.replay.charts import WIDTH, Bar, Line, bar_chart, line_chart
 from radixkv.scheduler.replay.checks import Check
 from radixkv.scheduler.replay.engine_run.real_run import RealRun, RealRunConfig
-from radixkv.scheduler.replay.hits.hit_curve import measure_hit_curve
+from radixkv.scheduler.replay.hits.counts import HitCounts
+from radixkv.scheduler.replay.hits.hit_curve import HitRow, measure_hit_curve
 from radixkv.scheduler.replay.page import to_page
 from radixkv.scheduler.replay.report import (
     ClusterSection,
@@ -131,6 +133,62 @@ def test_the_page_shows_verdicts_in_colour_and_in_both_themes(report: ReplayRepo
 def test_one_cache_size_makes_no_line(report: ReplayReport) -> None:
     one = dataclasses.replace(report, hits=measure_hit_curve(report.trace, (50,)))
     assert "Hit rate by cache size" not in to_page(one)
+
+
+def _charts(report: ReplayReport) -> dict[str, ET.Element]:
+    """The charts of the page by their headings, those of nodes apart left out."""
+    one = dataclasses.replace(report, clusters=ClusterSection({}, {}))
+    figures = re.findall(r"<figure>.*?</figure>", to_page(one), re.DOTALL)
+    return {re.findall(r"<figcaption>(.*?)<", each)[0]: _svg(each) for each in figures}
+
+
+def test_each_line_of_the_hits_has_its_rates(report: ReplayReport) -> None:
+    rows = (
+        HitRow(1_000, HitCounts(7, 400, 100, 2, 0.25, 4), 1, 140, None),
+        HitRow(2_500, HitCounts(7, 400, 120, 2, 0.3, 4), 1, 150, None),
+        HitRow(None, HitCounts(7, 400, 158, 2, 0.395, 4), 1, 158, None),
+    )
+    made = dataclasses.replace(report, hits=dataclasses.replace(report.hits, rows=rows))
+    svg = _charts(made)["Hit rate by cache size in blocks of 512 tokens"]
+    dots = [(dot.get("class"), dot.findtext("title")) for dot in svg.iter("circle")]
+    assert dots == [
+        ("d", "no limit: 39.5% at 1,000"),
+        ("d", "no limit: 39.5% at 2,500"),
+        ("b", "Belady: 35.0% at 1,000"),
+        ("b", "Belady: 37.5% at 2,500"),
+        ("a", "radixkv: 25.0% at 1,000"),
+        ("a", "radixkv: 30.0% at 2,500"),
+    ]
+    assert [text.text for text in svg.iter("text")] == ["0%", "20%", "40%", "1k", "2,500"]
+
+
+def test_each_bar_of_the_prompts_has_its_sources(report: ReplayReport) -> None:
+    run = dataclasses.replace(
+        report.simulation.runs["cache on"],
+        prompt_tokens=10_000,
+        hit_tokens=2_000,
+        host_hit_tokens=1_000,
+        storage_hit_tokens=500,
+    )
+    section = dataclasses.replace(report.simulation, runs={"all": run})
+    svg = _charts(dataclasses.replace(report, simulation=section))["Prompt tokens by source"]
+    assert [rect.get("class") for rect in svg.iter("rect")] == list("abcd")
+    widths = [float(rect.get("width", "")) for rect in svg.iter("rect")]
+    expected = [255 * num_tokens / 10_000 for num_tokens in (2_000, 1_000, 500, 6_500)]
+    assert widths == pytest.approx(expected, abs=0.06)
+    assert [text.text for text in svg.iter("text")] == ["all", "35% hit"]
+
+
+def test_a_run_that_finished_nothing_has_no_time_to_first_token(report: ReplayReport) -> None:
+    run = report.simulation.runs["cache on"]
+    nothing = dataclasses.replace(run.latencies, ttft_s=None, goodput_requests_per_s=0.0)
+    runs = {"some": run, "none": dataclasses.replace(run, latencies=nothing)}
+    section = dataclasses.replace(report.simulation, runs=runs)
+    charts = _charts(dataclasses.replace(report, simulation=section))
+    times = [text.text for text in charts["Time to first token, s"].iter("text")]
+    assert times[::2] == ["some, p50", "some, p90", "some, p99"]
+    rates = [text.text for text in charts["Goodput, requests/s"].iter("text")]
+    assert rates[::2] == ["some", "none"] and rates[3] == "0.00"
 
 
 _VALUES = st.floats(0, 1e9) | st.just(0.0)

@@ -354,6 +354,30 @@ def test_the_summary_names_a_sufficient_cache_size(
     ) in words(curve.text())
 
 
+@pytest.mark.parametrize(("found", "is_enough"), [(94, False), (95, True)])
+def test_a_sufficient_cache_finds_nearly_all(
+    report: ReplayReport, found: int, is_enough: bool
+) -> None:
+    rows = (
+        HitRow(1_006, HitCounts(7, 400, found, 1, found / 400, 0), 1, 100, None),
+        HitRow(None, HitCounts(7, 400, 100, 1, 0.25, 0), 1, 100, None),
+    )
+    made = dataclasses.replace(report, hits=dataclasses.replace(report.hits, rows=rows))
+    end = "; a cache of 1,006 blocks of 512 tokens finds 95% of these." if is_enough else "."
+    assert made.summary()[-2] == f"Of the prompt blocks, 25.0% repeat an earlier prefix{end}"
+
+
+@pytest.mark.parametrize(
+    ("off", "on", "end"), [(1.0, 1.19, ""), (1.0, 1.2, " (1.2 times)"), (0.0, 1.2, "")]
+)
+def test_a_goodput_that_is_notably_better_is_so_many_times_the_other(
+    report: ReplayReport, off: float, on: float, end: str
+) -> None:
+    made = with_latencies(report, cache_off=(5.0, off), cache_on=(5.0, on))
+    change = f"goodput rises from {off:.2f} to {on:.2f} requests/s{end}."
+    assert made.summary()[0].endswith(change)
+
+
 LATENCIES = Latencies(
     ttft_s=Percentiles(0.126, 9.98, 12.345),
     tpot_s=Percentiles(0.0123, 0.456, 7.8912),
