@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
 
 from radixkv.scheduler.bench import step
+from radixkv.scheduler.bench.start import bench_start
 
 pytestmark = pytest.mark.usefixtures("no_collection")
 
@@ -199,6 +202,27 @@ def test_a_start_has_a_cache_of_its_own(radixkv: Any, monkeypatch: pytest.Monkey
     assert found == [[], ["program 1"]]
     [directory] = directories
     assert not directory.exists()
+
+
+def test_a_start_costs_the_cpu_time_of_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = {"user": 1.0, "system": 0.5}  # of earlier processes
+    costs = iter([(3.0, 1.0), (1.0, 0.25)])
+
+    def run(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        user, system = next(costs)
+        spent["user"] += user
+        spent["system"] += system
+        return subprocess.CompletedProcess([], 0, "30", "")
+
+    def usage(who: int) -> SimpleNamespace:
+        assert who == resource.RUSAGE_CHILDREN
+        return SimpleNamespace(ru_utime=spent["user"], ru_stime=spent["system"])
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(resource, "getrusage", usage)
+    results = bench_start(3)
+    assert (results["layers"], results["programs"]) == (3, 30)
+    assert (results["cold_cpu_s"], results["warm_cpu_s"]) == (4.0, 1.25)
 
 
 def test_a_start_that_fails_says_why(radixkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
