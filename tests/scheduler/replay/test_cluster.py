@@ -28,7 +28,7 @@ from radixkv.scheduler.replay.simulation.cost_model import (
     named_costs,
 )
 from radixkv.scheduler.replay.simulation.single_node import SimulationConfig
-from radixkv.scheduler.replay.trace import Trace
+from radixkv.scheduler.replay.trace import Trace, TraceRequest
 from radixkv.scheduler.request import Request
 
 from ...profiles import scaled
@@ -118,6 +118,45 @@ def test_transfers_from_one_node_are_serialized() -> None:
     assert result.simulated_s == pytest.approx(1.3 + 2 * 2.0)
     assert result.latencies.ttft_s is not None
     assert result.latencies.ttft_s.p50 == pytest.approx(1.3 + (2.0 + 4.0) / 2)
+
+
+def test_a_decode_node_without_room_is_avoided_although_it_has_the_prefix() -> None:
+    """The first request leaves a prefix on it, the second one fills it, the third has to move."""
+    requests = (
+        TraceRequest(0.0, 1024, 2, (0, 1)),
+        TraceRequest(10_000.0, 1536, 300, (0, 1, 9)),
+        TraceRequest(20_000.0, 1536, 2, (0, 1, 2)),
+    )
+    node = dataclasses.replace(NODE, num_blocks=32, reserve_tokens=0)
+    cluster = _Cluster(Trace(requests), COSTS, ClusterConfig(1, 2, node))
+    while cluster.advance():
+        pass
+    cluster.drain()
+    result = cluster.result(0.0)
+    assert (result.finished, result.busy_refusals) == (3, 1)
+    # The third one does not wait for the second, whose output takes 299 steps.
+    assert result.latencies.ttft_s is not None and result.latencies.ttft_s.p99 < 3.0
+    assert set(cluster.router.loads().values()) == {0}, "an attempt that has ended is no load"
+
+
+def test_a_prompt_that_is_computed_is_no_load_of_its_prefill_node() -> None:
+    """Another prompt goes where its prefix is, although the first request is not finished."""
+    requests = (TraceRequest(0.0, 1024, 30, (0, 1)), TraceRequest(10_000.0, 1536, 2, (0, 1, 2)))
+    result = simulate_cluster(Trace(requests), COSTS, ClusterConfig(2, 1, NODE))
+    assert result.simulated_s > 30.0
+    assert result.hit_tokens == 1024
+
+
+def test_each_node_has_the_options_of_its_configuration() -> None:
+    node = SimulationConfig(32, num_blocks=40, token_budget=96, max_running=5, reserve_tokens=7)
+    config = ClusterConfig(2, 1, node, "prefill_complete")
+    cluster = _Cluster(make_trace([0]), COSTS, config)
+    assert list(cluster.nodes) == ["p0", "p1", "d0"]
+    for each in cluster.nodes.values():
+        scheduler, manager = each.scheduler, each.scheduler.manager
+        assert (scheduler.token_budget, scheduler.max_running) == (96, 5)
+        assert (manager.num_blocks, manager.block_size) == (40, 32)
+    assert cluster.nodes["d0"].scheduler.reserve_tokens == 7
 
 
 @pytest.mark.parametrize("order", ["early", "prefill_complete"])
