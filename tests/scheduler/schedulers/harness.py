@@ -256,6 +256,7 @@ class Harness:
             assert (request in running) == holds_blocks
             queued = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             assert (request in waiting) == queued
+            assert request.match is None or queued, "a match keeps nodes of the tree alive"
             if holds_blocks:
                 self.ghost.read_sequence(*self._table_and_tags(request, request.num_computed))
         stats = asdict(self.scheduler.stats())

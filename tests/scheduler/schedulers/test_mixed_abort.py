@@ -20,6 +20,18 @@ def test_abort_of_a_waiting_request():
     assert harness.scheduler.stats().admitted == 1
 
 
+def test_an_aborted_request_that_waited_for_blocks_keeps_no_match():
+    """A match keeps nodes of the tree alive."""
+    harness = Harness(num_blocks=4, token_budget=32)
+    harness.submit(range(12), 4)
+    waiting = harness.submit(range(20, 30), 4)
+    harness.step()
+    assert waiting.status is RequestStatus.WAITING and waiting.match is not None
+    assert harness.abort(waiting)
+    assert waiting.match is None
+    harness.drain()
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 4])
 def test_abort_of_a_running_request_frees_its_blocks_at_once(num_steps):
     harness = Harness(token_budget=8)

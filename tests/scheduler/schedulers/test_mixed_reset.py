@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from radixkv.kvcache import NamespaceError, make_namespace
@@ -87,6 +88,32 @@ def test_waiting_requests_fetch_kv_stored_by_the_new_weights():
     harness.drain()
     assert again.num_storage_hit_tokens == 8
     check_after(harness, {again: []})
+
+
+def test_what_a_reset_keeps_is_stored_again_for_the_new_weights():
+    kept, lost = make_namespace(adapter="kept"), make_namespace(adapter="lost")
+    harness = TierHarness(8, 2, host=HostConfig(16, "through"), storage=True)
+    for namespace in (kept, lost):
+        harness.add(Request(namespace.hex(), range(10, 19), 1, namespace=namespace))
+    harness.drain()
+    before = set(harness.memories.storage)
+    harness.reset(b"1", [kept])
+    harness.drain()
+    assert harness.manager.tiers is not None and harness.manager.tiers.storage is not None
+    keys = harness.manager.tiers.storage.block_keys(np.arange(10, 18, dtype=np.int32), kept)
+    assert set(harness.memories.storage) - before == set(keys) and len(before) == 8
+
+
+def test_a_prefetch_from_before_a_reset_takes_no_room_on_the_host():
+    harness = TierHarness(8, 2, host=HostConfig(6), storage=True)
+    harness.copier.fate = held_when(*OpKind)
+    waiting = harness.submit(range(10, 19), name="waiting")  # four blocks, of six
+    first = waiting.prefetch
+    harness.reset(b"1")
+    assert waiting.prefetch is not None and waiting.prefetch is not first
+    assert harness.scheduler.stats().prefetches_put_off == 0
+    end_all(harness)
+    harness.drain()
 
 
 def test_a_namespace_may_be_kept():
