@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.scheduler import replay
-from radixkv.scheduler.replay import CostError, TraceError, bundled_trace_path, run_replay
+from radixkv.scheduler.batching.preemption import PreemptMode
+from radixkv.scheduler.replay import CostError, TraceError, bundled_trace_path, run, run_replay
 from radixkv.scheduler.replay.report import ReplayReport
 from radixkv.scheduler.replay.simulation.single_node import SimulationConfig
 
@@ -126,6 +128,50 @@ def test_bad_input_is_rejected_before_the_work(write_lines: WriteLines, tmp_path
         CostError, match=r'step\.overhead_s must be a number below 1e30, got "soon"'
     ):
         run_replay(costs=costs)
+
+
+def test_names_beside_a_cost_file_are_those_of_its_base(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text('{"step": {"overhead_s": 0.01}}')
+    with pytest.raises(CostError, match="no model 'gpt-5'"):
+        run_replay(tmp_path / "missing", costs=costs, model="gpt-5")
+    with pytest.raises(CostError, match="no GPU 'abacus'"):
+        run_replay(tmp_path / "missing", costs=costs, gpu="abacus")
+
+
+@pytest.mark.parametrize("preempt", ["recompute", "host", "storage"])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_each_simulation_has_one_part_more_than_the_one_before(
+    preempt: PreemptMode,
+    prefix_cache: bool,
+    write_lines: WriteLines,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [0]}
+    configs: dict[str, SimulationConfig] = {}
+
+    def simulate(_trace: Any, _costs: Any, config: SimulationConfig, _: Any, stage: str) -> None:
+        configs[stage] = config
+
+    monkeypatch.setattr(run, "simulate", simulate)
+    monkeypatch.setattr(run, "run_real", lambda *_: None)
+    config = SimulationConfig(
+        num_blocks=5,
+        prefix_cache=prefix_cache,
+        host=HostConfig(7),
+        storage_blocks=9,
+        preempt=preempt,
+    )
+    run_replay(write_lines(line), simulation=config)
+    device = dataclasses.replace(config, host=None, storage_blocks=None, preempt="recompute")
+    storage = dataclasses.replace(config, prefix_cache=True, host=HostConfig(7, "through"))
+    on_host: PreemptMode = "recompute" if preempt == "recompute" else "host"
+    assert configs == {
+        "simulation, cache off": dataclasses.replace(device, prefix_cache=False),
+        "simulation, cache on": dataclasses.replace(device, prefix_cache=True),
+        "simulation, host tier": dataclasses.replace(storage, storage_blocks=None, preempt=on_host),
+        "simulation, storage": storage,
+    }
 
 
 def test_counting_hits_needs_no_jax() -> None:
