@@ -163,6 +163,20 @@ def test_a_shared_prefix_is_fetched_once(abort):
     assert all(request.num_hit_tokens == 8 for request in others)
 
 
+def test_a_prefetch_is_waited_for_in_its_namespace_alone():
+    harness = TierHarness(16, 2, host=HostConfig(32), storage=True)
+    harness.copier.fate = held_when(*KINDS)
+    first, other, follower = (
+        harness.add(Request(name, PROMPT, 1, namespace=namespace))
+        for name, namespace in (("first", b""), ("other", b"o"), ("follower", b"o"))
+    )
+    assert first.prefetch is not None and first.fetches_after is None
+    assert other.prefetch is not None and other.fetches_after is None
+    assert follower.prefetch is None and follower.fetches_after is other.prefetch
+    harness.copier.fate = held_when()
+    harness.drain()
+
+
 def test_a_request_fetches_the_blocks_after_a_shared_prefix():
     memories = stored()
     other = TierHarness(8, 2, host=HostConfig(16, "through"), storage=True, memories=memories)
