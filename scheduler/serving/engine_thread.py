@@ -231,11 +231,9 @@ class EngineThread:
         try:
             while not self._is_closing or self._engine.has_work:
                 self._obey()
-                if self._engine.has_work:
+                if self._engine.has_work or self._poll_s is not None:
                     for observer in self._observers:
                         observer.step_begins()
-                    self._publish(self._engine.step())
-                elif self._poll_s is not None:
                     self._publish(self._engine.step())
         except BaseException as error:  # whatever it is, nobody may wait for ever
             self._fail(error)

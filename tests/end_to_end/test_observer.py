@@ -151,6 +151,20 @@ def test_everything_is_told_once(compiled, kinds, end, fail_at):
     assert logs[0].num_steps == logs[1].num_steps
 
 
+def test_steps_of_an_idle_engine_are_told_too(compiled):
+    log = Log()
+
+    async def main() -> None:
+        engine = AsyncEngine(fresh(compiled), poll_s=0.0)
+        engine.observe(log)
+        while log.num_steps < 3 and not log.has_ended:
+            await asyncio.sleep(0)
+        await engine.close()
+
+    asyncio.run(main())
+    assert log.num_steps >= 3
+
+
 METHODS = ["step_begins", "step_ended", "request_ended", "engine_ended"]
 
 
