@@ -9,6 +9,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -200,3 +201,30 @@ def test_programs_are_compiled_in_parallel(monkeypatch):
     lowerings: Any = {1: lambda: _Lowered(None, second), 2: Second}
     compiled: Any = programs._compile(lowerings)
     assert compiled == {1: "compiled", 2: "second"}
+
+
+def test_programs_that_wait_are_not_compiled_after_one_has_failed(monkeypatch):
+    is_shut_down, compiled = threading.Event(), list[int]()
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            is_shut_down.set()
+            super().shutdown(wait=wait)
+
+    class Program:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def compile(self, options: Any) -> None:
+            compiled.append(self.number)
+            if self.number == 0:
+                raise ZeroDivisionError
+            assert is_shut_down.wait(60)
+
+    monkeypatch.setattr(programs, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    lowerings: Any = {number: functools.partial(Program, number) for number in range(5)}
+    with pytest.raises(ZeroDivisionError):
+        programs._compile(lowerings)
+    assert compiled in ([0], [0, 1])

@@ -15,11 +15,11 @@ from radixkv.kernels.paged_decode.config import BATCHED_STEP_BYTES
 from radixkv.kernels.paged_extend import batched as extend_batched
 
 from ..profiles import scaled
-from . import test_latent_attention, test_paged_decode, test_paged_extend
+from . import oracle, test_latent_attention, test_paged_decode, test_paged_extend
 from .decode_checks import DecodeChecks
 from .launches import launches
 from .lowering import A100, OTHER_GPUS, compile_for_other_gpu, on_device, shaped
-from .problems import Heads, int32
+from .problems import Heads, assert_close, int32, make_cache, make_queries
 
 SMALL = BatchSizes(32, 2**14, 2**16)
 """Sizes for which short rows need several steps."""
@@ -116,6 +116,26 @@ class TestExtendOnA100(test_paged_extend.TestOneProgram):
     @test_paged_extend.any_rows
     def test_any_rows(self, rows, window, seed):
         self.check_any_rows(rows, window, seed)
+
+
+@pytest.mark.parametrize("window", [2, 3, 4, 5])
+@pytest.mark.parametrize("tile", [2, 3])
+def test_windows_of_tiles_begin_anywhere_in_a_chunk(window, tile):
+    """A tile sees its own tokens, too, and so one chunk more than its first token may."""
+    kv_lengths, q_lengths = [*range(12, 17)], [tile] * 5
+    rng, heads = np.random.default_rng(0), Heads(1, 2, 8)
+    cache = make_cache(
+        rng, kv_lengths, block_size=2, width=8, num_blocks=50, heads=heads, dtype="float32"
+    )
+    q = make_queries(rng, 5 * tile, heads, "float32")
+    rows = kv_lengths, q_lengths, [*range(0, 5 * tile, tile)]
+    pools = cache.k_blocks, cache.v_blocks, cache.block_tables
+    sizes, options = BatchSizes(4, 2**20, 2**20), {"sm_scale": 0.3, "window": window}
+    kernel = partial(attend, extend_batched.extend, sizes=sizes, tile_rows=tile * 2)
+    out, lse = kernel(q, *pools, *map(int32, rows), return_lse=True, **options)
+    expected = oracle.extend(q, *cache.for_oracle, *rows, **options)
+    assert_close(out, expected[0], "float32")
+    assert_close(lse, expected[1], "float32")
 
 
 @pytest.mark.slow

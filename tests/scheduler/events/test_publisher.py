@@ -115,6 +115,19 @@ def test_a_replay_has_the_last_batches(published: EventPublisher) -> None:
         assert numbers(subscriber.replay(end)) == []
 
 
+def test_a_replay_that_is_not_read_to_its_end_leaves_nothing_to_the_next(
+    published: EventPublisher,
+) -> None:
+    with subscribe(published) as subscriber:
+        end = wait_until_connected(published, subscriber)
+        while end < 5:
+            published.publish(batch(end))
+            end += 1
+            assert subscriber.receive(LATE_S) is not None
+        assert next(iter(subscriber.replay(0))).seq == end - 3
+        assert numbers(subscriber.replay(end - 1)) == [end - 1]
+
+
 def test_messages_and_replays_begin_with_the_topic() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with closing(EventPublisher(ANY, replay_endpoint=ANY, topic="kv")) as source:
