@@ -76,6 +76,22 @@ def test_a_gap_that_a_replay_closes_is_none() -> None:
     assert checker.num_blocks() == {"GPU": 2}
 
 
+def test_a_replay_is_asked_for_what_comes_after_the_last_batch_alone() -> None:
+    messages, asked = [message(seq) for seq in range(9)], list[int]()
+
+    def replay(seq: int) -> list[Message]:
+        asked.append(seq)
+        return messages[seq:]
+
+    checker = StreamChecker(replay)
+    checker.begin()
+    messages += [message(seq) for seq in range(9, 20)]
+    for seq in (12, 13, 15):
+        checker.receive(messages[seq])
+    assert asked == [0, 8, 13], "again for the last one, which a new run has sent anew"
+    assert checker.num_batches == 16 and not checker.findings
+
+
 def test_a_gap_is_told_with_the_numbers_and_ends_what_was_known() -> None:
     messages = [message(0, ONE), message(3, TWO), message(5, BlockRemoved("GPU", (7,)))]
     checker = check(messages)
