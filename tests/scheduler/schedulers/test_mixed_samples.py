@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.kvcache import CacheManager
+from radixkv.kvcache import CacheManager, HostConfig
 from radixkv.scheduler.errors import RequestError
 from radixkv.scheduler.mixed import MixedScheduler
 from radixkv.scheduler.request import Request
@@ -15,9 +15,11 @@ from radixkv.scheduler.step_plan import StepPlan
 BLOCK_SIZE = 4
 
 
-def make(num_tokens: int, max_new_tokens: int = 8, **options: Any) -> tuple[MixedScheduler, Any]:
+def make(
+    num_tokens: int, max_new_tokens: int = 8, host: HostConfig | None = None, **options: Any
+) -> tuple[MixedScheduler, Any]:
     """A scheduler with two samples of a prompt."""
-    manager = CacheManager(32, BLOCK_SIZE)
+    manager = CacheManager(32, BLOCK_SIZE, host=host)
     options = {"token_budget": 32, "max_running": 4, "depth": 2} | options
     scheduler = MixedScheduler(manager, **options)
     prompt = list(range(num_tokens))
@@ -46,8 +48,9 @@ def admit_other(scheduler: MixedScheduler, other: Request) -> StepPlan:
     ("num_tokens", "copied", "start"),
     [(4, 0, 3), (5, 0, 4), (6, 2, 5), (7, 3, 6), (8, 0, 7), (9, 0, 8), (10, 2, 9)],
 )
-def test_a_sample_computes_the_last_token_alone(num_tokens, copied, start):
-    scheduler, (first, other) = make(num_tokens)
+@pytest.mark.parametrize("host", [None, HostConfig(8)])
+def test_a_sample_computes_the_last_token_alone(num_tokens, copied, start, host):
+    scheduler, (first, other) = make(num_tokens, host=host)
     plan = admit_other(scheduler, other)
     [chunk] = plan.prefill
     assert (chunk.request, chunk.start, chunk.length) == (other, start, 1)
@@ -57,9 +60,10 @@ def test_a_sample_computes_the_last_token_alone(num_tokens, copied, start):
         blocks = (request.lease.block_table.item(place) for request in (first, other))
         expected = [(first, *blocks)]
     assert plan.copies == expected
-    assert other.num_hit_tokens == start
+    assert (other.num_hit_tokens, other.num_host_hit_tokens) == (start, 0)
     update(scheduler, plan)
     assert scheduler.stats().hit_tokens == num_tokens - 1
+    assert scheduler.stats().host_hit_tokens == 0
     assert scheduler.stats().prefill_tokens == num_tokens + 1
 
 
