@@ -24,7 +24,7 @@ from radixkv.scheduler.cli.main import build_parser
 from radixkv.scheduler.cli.nodes import make_timing
 from radixkv.scheduler.cli.shared.completions import Completions
 from radixkv.scheduler.cli.shared.prompts import prompts_failed
-from radixkv.scheduler.errors import NodesMissingError
+from radixkv.scheduler.errors import HandoffFailedError, NodesMissingError
 from radixkv.scheduler.gateway.node_reporter import NodeReporter
 from radixkv.scheduler.handoff.gateway_messages import GATEWAY, NodeStatus
 from radixkv.scheduler.handoff.part_cut import PartCut
@@ -35,7 +35,7 @@ from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.nodes.node import NodeEngine
 from radixkv.scheduler.nodes.processes import NodeProcesses
 from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
-from radixkv.scheduler.request import RequestStatus
+from radixkv.scheduler.request import Request, RequestStatus
 
 from ...ports import reserved_port
 from .generating import PROMPTS, run, without_compiling
@@ -242,6 +242,151 @@ def test_started_decode_nodes_get_the_depth(
     assert "--depth" not in started["prefill-node"]
     parsed = build_parser().parse_args(["decode-node", "--name", "d", *started["decode-node"]])
     assert parsed.depth == (depth or 2)
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+def test_started_nodes_get_the_sizes_and_the_tiers(
+    radixkv: Any,
+    arguments: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_more: bool,
+) -> None:
+    started: dict[str, tuple[list[str], dict[str, str]]] = {}
+
+    def start(
+        _: object, name: str, command: str, options: list[object], environment: dict[str, str]
+    ) -> None:
+        started[name] = [command, "--name", name, *map(str, options)], environment
+
+    def serve(*_: object) -> None:
+        raise Stopped
+
+    monkeypatch.setattr(NodeProcesses, "start", start)
+    monkeypatch.setattr(generate_on_nodes, "_serve", serve)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    url = (tmp_path / "blocks").as_uri()
+    given: dict[str, Any] = {}
+    expected: dict[str, Any] = {"host_blocks": None, "host_write": None, "storage_max_bytes": None}
+    if has_more:
+        given = {"host_blocks": 7, "host_write": "through", "storage": url}
+        given |= {"storage_max_bytes": 9000, "preempt": "storage", "reserve_tokens": 33}
+        expected = {name: given[name] for name in expected}
+    line = [*arguments, *SIZE, "--disaggregate", "--prefill", 2, "--decode", 3]
+    for name, value in given.items():
+        line += [f"--{name.replace('_', '-')}", value]
+    with pytest.raises(Stopped):
+        radixkv(*line, *["--no-compilation-cache"] * has_more)
+    names = {"prefill": ["prefill-0", "prefill-1"], "decode": ["decode-0", "decode-1", "decode-2"]}
+    assert list(started) == [*names["prefill"], *names["decode"]]
+    expected |= {"block_size": 4, "device_blocks": 10, "token_budget": 8, "max_running": 4}
+    expected |= {"max_model_len": 22, "no_compilation_cache": has_more, "transport": "jax"}
+    generation = {"preempt": "recompute", "reserve_tokens": 512}
+    generation |= {name: given[name] for name in generation if has_more}
+    for role, of_role in names.items():
+        for name in of_role:
+            options, environment = started[name]
+            for variable, value in environment.items():
+                monkeypatch.setenv(variable, value)
+            parsed = vars(build_parser().parse_args(options))
+            wanted = expected | (generation if role == "decode" else {})
+            assert {each: parsed[each] for each in wanted} == wanted
+            assert options[0] == f"{role}-node"
+            assert environment == ({"RADIXKV_STORAGE": f"{url}/{name}"} if has_more else {})
+
+
+class FakeNodes:
+    """Nodes of which one comes in each step, and that complete a request in each further one."""
+
+    has_refused_secrets, drop_summary = False, ""
+    gone, other_versions = (), ()
+
+    def __init__(self, events: list[object], failures: dict[str, str]) -> None:
+        self.events, self.failures = events, failures
+        self.nodes: dict[str, Any] = {}
+        self.open: list[Request] = []
+        self.num_steps = 0
+
+    @property
+    def num_open(self) -> int:
+        return len(self.open)
+
+    has_work = num_open
+
+    def count(self, role: str) -> int:
+        return self.num_steps - 1 if role == "decode" else self.num_steps
+
+    def add_request(self, request: Request) -> None:
+        self.open.append(request)
+        self.events.append(request.request_id)
+
+    def step(self) -> list[Request]:
+        self.num_steps += 1
+        self.events.append("step")
+        return [self.open.pop()] if self.open else []
+
+    def check(self, timeout_s: float) -> None:
+        self.events.append(timeout_s)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 7.0])
+@pytest.mark.parametrize("failures", [{}, {"1": "it was cold"}])
+def test_a_gateway_looks_after_each_step_whether_all_nodes_live(
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    timeout_s: float | None,
+    failures: dict[str, str],
+) -> None:
+    """Those that it has started, and then also those that have come."""
+    events: list[object] = []
+    fake = FakeNodes(events, failures)
+    monkeypatch.setattr(generate_on_nodes, "start_nodes", lambda *_: events.append("start"))
+    monkeypatch.setattr(generate_on_nodes, "RemoteNodes", lambda *_, **__: fake)
+    monkeypatch.setattr(NodeProcesses, "check", lambda _: events.append("processes"))
+    monkeypatch.setattr(NodeProcesses, "stop", lambda _: {"p": {"stopped": 1}})
+    given = {"gateway": None, "prefill": None, "decode": None, "silence_s": None}
+    arguments = argparse.Namespace(**given, timeout_s=timeout_s, model_dir=model_dir)
+    requests = Completions([Request(name, [1], 1) for name in "01"], None, [])
+    sizes: Any = None
+    if failures:
+        with pytest.raises(HandoffFailedError, match=r"^prompt 1: it was cold$"):
+            generate_on_nodes.complete_on_nodes(arguments, requests, sizes)
+    else:
+        stats = generate_on_nodes.complete_on_nodes(arguments, requests, sizes)
+        assert stats == {"p": {"stopped": 1}}
+    comes, completes = ["step", "processes"], ["step", "processes", timeout_s or 120.0]
+    assert events == ["start", *comes, *comes, "0", "1", *completes, *completes]
+
+
+@pytest.mark.parametrize("stop", [(), ("!",)])
+def test_a_gateway_takes_the_secret_of_its_file_and_tokens_step_by_step_if_a_text_may_stop(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...]
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("a secret of the test, long enough")
+    file.chmod(0o600)
+    opened: list[tuple[str, Secret | None]] = []
+
+    def open_gateway(address: str, secret: Secret | None) -> ZmqChannel:
+        opened.append((address, secret))
+        return ZmqChannel(GATEWAY, epoch=1)
+
+    def make(_: object, **options: Any) -> None:
+        assert options["stream"] is bool(stop)
+        assert options["model"] == load_config(model_dir).name
+        raise Stopped
+
+    monkeypatch.delenv("RADIXKV_SECRET", raising=False)
+    monkeypatch.setattr(generate_on_nodes, "open_gateway", open_gateway)
+    monkeypatch.setattr(generate_on_nodes, "RemoteNodes", make)
+    given = {"gateway": "127.0.0.1:0", "secret_file": str(file), "model_dir": model_dir}
+    arguments = argparse.Namespace(**given, timeout_s=None, silence_s=None)
+    sizes: Any = None
+    with pytest.raises(Stopped):
+        generate_on_nodes.complete_on_nodes(arguments, Completions([], None, stop), sizes)
+    [(address, secret)] = opened
+    assert address == "127.0.0.1:0" and secret is not None
+    assert secret.key(b"a label") == Secret(file.read_bytes()).key(b"a label")
 
 
 @pytest.mark.parametrize("command", ["generate", "serve"])
