@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from argparse import Namespace
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
+from radixkv.kvcache import HostConfig
 from radixkv.kvcache.storage import BackendOptions, Completion, Kind, open_backend
 from radixkv.kvcache.storage.workers import StorageWorkers
 from radixkv.scheduler.cli import generate
@@ -29,6 +31,122 @@ from .generating import PROMPTS, run
 @pytest.fixture
 def expected(radixkv: Any, arguments: list[object]) -> list[list[int]]:
     return run(radixkv, *arguments, "--no-prefix-cache")["outputs"]
+
+
+class Stopped(Exception):
+    """Raised where a test has seen enough."""
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["", "apart"])
+@pytest.mark.parametrize("has_tiers", [False, True])
+def test_engines_in_this_process_get_their_options(
+    radixkv: Any,
+    arguments: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    apart: bool,
+    has_tiers: bool,
+) -> None:
+    made: list[tuple[str, dict[str, Any]]] = []
+
+    def recorder(kind: str) -> Callable[..., object]:
+        def make(*_: object, **options: Any) -> object:
+            made.append((kind, options))
+            return object()
+
+        return make
+
+    def stop(*_: object, **__: object) -> None:
+        raise Stopped
+
+    for kind in ("PrefillEngine", "DecodeEngine"):
+        monkeypatch.setattr(generate, kind, recorder(kind))
+    monkeypatch.setattr(generate, "Disaggregated", stop)
+    monkeypatch.setattr(generate, "load_model_of_options", lambda *_: None)
+    monkeypatch.setattr(generate, "make_storage_namespace", lambda *_: NAMESPACE)
+
+    def make_engine(*_: object, **options: Any) -> None:
+        made.append(("Engine", options))
+        raise Stopped
+
+    monkeypatch.setattr(generate, "Engine", make_engine)
+    given: list[object] = ["--reserve-tokens", "no_evict"]
+    if has_tiers:
+        given = ["--host-blocks", 7, "--host-write", "back", "--preempt", "storage", "--depth", 3]
+        given += ["--storage", (tmp_path / "kv").as_uri(), "--storage-max-bytes", 9000]
+        given += ["--reserve-tokens", 5]
+    elif not apart:
+        given += ["--no-prefix-cache"]
+    if apart:
+        given += ["--disaggregate", "--transport", "inprocess", "--prefill", 2, "--decode", 3]
+    with pytest.raises(Stopped):
+        radixkv(*arguments, "--device-blocks", 10, *given)
+    kinds = ["PrefillEngine"] * 2 + ["DecodeEngine"] * 3 if apart else ["Engine"]
+    assert [kind for kind, _ in made] == kinds
+    expected: dict[str, Any] = {
+        "block_size": 4,
+        "num_blocks": 10,
+        "token_budget": 8,
+        "max_running": 4,
+    }
+    expected |= {"max_model_len": 22, "host": HostConfig(7, "back") if has_tiers else None}
+    expected |= {"storage_namespace": NAMESPACE if has_tiers else None}
+    generation: dict[str, Any] = {"preempt": "storage" if has_tiers else "recompute"}
+    generation |= {"reserve_tokens": 5 if has_tiers else None, "depth": 3 if has_tiers else 2}
+    for kind, options in made:
+        wanted = expected | (generation if kind != "PrefillEngine" else {})
+        if kind == "Engine":
+            wanted |= {"prefix_cache": has_tiers}
+        assert {name: options[name] for name in wanted} == wanted
+        assert (options["storage"] is not None) == has_tiers
+    if has_tiers:
+        assert len({id(options["storage"]) for _, options in made}) == len(made)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["", "apart"])
+def test_an_engine_that_fails_is_closed_before_its_storage(
+    radixkv: Any,
+    arguments: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    apart: bool,
+) -> None:
+    """It stores what is still on its way there."""
+    events: list[str] = []
+
+    class Failing:
+        has_work = True
+
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def add_request(self, request: object) -> None:
+            pass
+
+        def step(self) -> None:
+            raise Stopped
+
+        def close(self) -> None:
+            events.append("engine")
+
+    @contextmanager
+    def opened(*_: object, **__: object) -> Iterator[None]:
+        try:
+            yield None
+        finally:
+            events.append("storage")
+
+    monkeypatch.setattr(generate, "load_model_of_options", lambda *_: None)
+    monkeypatch.setattr(generate, "make_storage_namespace", lambda *_: NAMESPACE)
+    monkeypatch.setattr(generate, "storage_of_options", opened)
+    for kind in ("PrefillEngine", "DecodeEngine"):
+        monkeypatch.setattr(generate, kind, lambda *_, **__: None)
+    for kind in ("Engine", "Disaggregated"):
+        monkeypatch.setattr(generate, kind, Failing)
+    line = ["--disaggregate", "--transport", "inprocess"] * apart
+    with pytest.raises(Stopped):
+        radixkv(*arguments, *line)
+    assert events == ["engine", *["storage"] * (2 if apart else 1)]
 
 
 @pytest.mark.slow
