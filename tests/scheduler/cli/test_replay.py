@@ -14,6 +14,7 @@ import pytest
 from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.scheduler.cli import replay
 from radixkv.scheduler.cli.options import replay as options
+from radixkv.scheduler.cli.shared.output import ProgressBar
 from radixkv.scheduler.replay import run as replay_run
 from radixkv.scheduler.replay.engine_run.real_run import RealRunConfig
 from radixkv.scheduler.replay.simulation import cost_model
@@ -118,6 +119,39 @@ def test_a_page_that_cannot_be_written_is_refused_at_once(
     assert (outcome.status, outcome.stderr) == (2, message)
 
 
+def test_results_that_cannot_be_written_are_refused_at_once(
+    radixkv: Any, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = record_calls(monkeypatch)
+    message = f"radixkv: --json {tmp_path}: expected a file, got a directory\n"
+    assert radixkv("replay", trace, "--json", tmp_path) == (2, "", message)
+    assert calls == []
+
+
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_progress_is_shown_unless_told_to_be_quiet(
+    radixkv: Any, trace: Path, monkeypatch: pytest.MonkeyPatch, is_quiet: bool
+) -> None:
+    bars, shown = list[bool](), list[tuple[str, int, int]]()
+
+    class Bar(ProgressBar):
+        def __init__(self, quiet: bool) -> None:
+            bars.append(quiet)
+            super().__init__(quiet=True)
+
+        def __call__(self, stage: str, done: int, total: int) -> None:
+            shown.append((stage, done, total))
+
+    def run_replay(*_: object, progress: Any, **__: object) -> FakeReport:
+        progress("a stage", 1, 2)
+        return FakeReport(True)
+
+    monkeypatch.setattr(replay, "ProgressBar", Bar)
+    monkeypatch.setattr(replay, "run_replay", run_replay)
+    assert radixkv("replay", trace, *["--quiet"] * is_quiet).status == 0
+    assert (bars, shown) == ([is_quiet], [("a stage", 1, 2)])
+
+
 def record_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
 
@@ -135,12 +169,17 @@ def test_options_reach_the_replay(
     calls = record_calls(monkeypatch)
     radixkv("replay")
     radixkv("replay", trace, "--requests", 3, "--model", "m", "--gpu", "g", "--costs", "c.json")
+    radixkv("replay", trace, "--skip-malformed")
     none = {"skip_malformed": False, "model": None, "gpu": None, "costs": None}
     named = {"skip_malformed": False, "model": "m", "gpu": "g", "costs": Path("c.json")}
     simulation = SimulationConfig()
     assert calls == [
         ((None, None), {**none, "simulation": simulation, "clusters": {}}),
         ((trace, 3), {**named, "simulation": simulation, "clusters": {}}),
+        (
+            (trace, None),
+            {**none, "skip_malformed": True, "simulation": simulation, "clusters": {}},
+        ),
     ]
 
 

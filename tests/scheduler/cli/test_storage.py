@@ -25,6 +25,7 @@ from radixkv.kvcache.storage import (
 from radixkv.kvcache.storage import object_storage as objects
 from radixkv.kvcache.storage.files.system_calls import OsFiles
 from radixkv.kvcache.storage.object_storage.backend import memory_store
+from radixkv.scheduler.cli import storage
 
 from ...kvcache.storage.mooncake_server import needs_wheels
 from ...kvcache.storage.redis_server import RedisServer, running
@@ -261,6 +262,31 @@ def test_a_server_that_never_answers(radixkv: Any) -> None:
         url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
         outcome = radixkv("storage", "ls", url, "--timeout-s", 0.05)
     assert outcome == (2, "", "radixkv: listing failed: no answer within 0.05 s\n")
+
+
+@pytest.mark.parametrize("action", [["ls"], ["verify"], ["gc", "--all"]], ids=str)
+def test_options_reach_the_backend_which_is_closed(
+    radixkv: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: list[str]
+) -> None:
+    ca_file, opened, closed = tmp_path / "ca.pem", list[tuple[str, BackendOptions]](), list[str]()
+    ca_file.touch()
+
+    def open_existing(url: str, options: BackendOptions) -> Backend:
+        opened.append((url, options))
+        backend = open_backend("memory://", BackendOptions())
+        monkeypatch.setattr(backend, "close", lambda: closed.append(url), raising=False)
+        return backend
+
+    monkeypatch.setattr(storage, "open_existing", open_existing)
+    url = "rediss://host"
+    given = ("--ca-file", ca_file, "--timeout-s", 3, "--namespace", NAMESPACE)
+    for options in ((), given):
+        assert radixkv("storage", *action, url, *options).status == 0
+    wanted = BackendOptions(
+        ca_file=str(ca_file), timeout_s=3.0, connect_timeout_s=3.0, namespace=NAMESPACE
+    )
+    assert opened == [(url, BackendOptions()), (url, wanted)]
+    assert closed == [url, url]
 
 
 # -- what is refused
