@@ -6,6 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from radixkv.kvcache.tiers.host_tier import HostConfig
+from radixkv.scheduler.cli import hits
+from radixkv.scheduler.replay.hits.counts import count_hits
+
 
 def test_json_counts_blocks(radixkv: Any, trace: Path) -> None:
     outcome = radixkv("hits", trace, "--device-blocks", 100, "--json", "-")
@@ -75,6 +81,30 @@ def test_malformed_lines_may_be_skipped(radixkv: Any, trace: Path) -> None:
         "2 malformed lines were skipped; the first: line 1 has no input_length\n"
     )
     assert json.loads(radixkv(*command, "--json", "-").stdout)["skipped_lines"] == 2
+
+
+def test_json_counts_skipped_lines_also_if_there_are_none(radixkv: Any, trace: Path) -> None:
+    command = ("hits", trace, "--device-blocks", 100, "--json", "-")
+    assert json.loads(radixkv(*command, "--skip-malformed").stdout)["skipped_lines"] == 0
+    assert "skipped_lines" not in json.loads(radixkv(*command).stdout)
+
+
+@pytest.mark.parametrize("num_blocks", [7, 8, 2**31 - 1])
+def test_no_tier_is_made_larger_than_the_trace(
+    radixkv: Any, trace: Path, monkeypatch: pytest.MonkeyPatch, num_blocks: int
+) -> None:
+    """The trace has 8 different blocks; 2,147,483,647 would not fit in memory."""
+    count, tiers = count_hits, list[tuple[int | None, HostConfig | None]]()
+
+    def recorded(trace: Any, num_blocks: int | None, host: HostConfig | None = None) -> Any:
+        tiers.append((num_blocks, host))
+        return count(trace, 8, None)
+
+    monkeypatch.setattr(hits, "count_hits", recorded)
+    for more in ((), ("--host-blocks", num_blocks, "--host-write", "through")):
+        assert radixkv("hits", trace, "--device-blocks", num_blocks, *more).status == 0
+    made = min(num_blocks, 8)
+    assert tiers == [(made, None), (made, HostConfig(made, "through"))]
 
 
 def test_the_cache_needs_a_size(radixkv: Any, trace: Path) -> None:

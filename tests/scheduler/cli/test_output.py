@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.progress import Progress
 
 from radixkv.kvcache.storage import Status, StorageStats
 from radixkv.scheduler.cli.errors import BadInputError
@@ -120,6 +121,33 @@ def test_progress_shows_each_stage_and_is_erased(monkeypatch: pytest.MonkeyPatch
     assert "reading" in shown and "25% (1 of 4)" in shown
     assert "simulation" in shown and "50% (1,000 of 2,000)" in shown
     assert shown.endswith("\x1b[2K")
+
+
+def test_only_a_new_stage_starts_a_new_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the remaining time would never be known."""
+    _use_terminal(monkeypatch)
+    started, reset = list[str](), Progress.reset
+
+    def recorded(self: Progress, *args: Any, description: str, **options: Any) -> None:
+        started.append(description)
+        reset(self, *args, description=description, **options)
+
+    monkeypatch.setattr(Progress, "reset", recorded)
+    with ProgressBar(quiet=False) as progress:
+        for stage in ("reading", "reading", "simulation", "simulation", "reading"):
+            progress(stage, 1, 4)
+    assert started == ["reading", "simulation", "reading"]
+
+
+def test_what_is_printed_beside_the_progress_stays_on_stdout(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = _use_terminal(monkeypatch)
+    with ProgressBar(quiet=False) as progress:
+        progress("reading", 1, 4)
+        print("a result")
+    assert capsys.readouterr().out == "a result\n"
+    assert "a result" not in terminal.getvalue()
 
 
 def test_progress_is_silent_when_told_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
