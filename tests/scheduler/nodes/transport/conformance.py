@@ -187,10 +187,12 @@ class TransportConformance:
             case "order":
                 info = replace(info, descriptor=replace(expected, arrays=(*specs[:3], odd)))
                 expected = replace(expected, arrays=(odd, *specs[:3]))
+        before = pair.decode.stats()
         pair.decode.pull(asked, info, expected, timeout_s=LATE_S)
         failed = wait(pair.decode, PullFailed)
         assert (failed.part_id, failed.fault) == (asked, Fault.MISMATCH)
         assert failed.reason.startswith(reason), failed.reason
+        assert before.faults == {}, "counts that were read change no more"
         assert pair.decode.stats().faults == {Fault.MISMATCH: 1}
 
     def test_a_withdrawn_part_is_not_received(self, pair: Pair) -> None:
@@ -226,6 +228,25 @@ class TransportConformance:
         pair.prefill.withdraw(AttemptKey("r2", 5))
         assert wait(pair.prefill, Withdrawn).key == ("r2", 5)
 
+    def test_other_attempts_go_on_when_one_is_withdrawn(self, pair: Pair) -> None:
+        """Also if they were offered before, and nobody has heard of that yet."""
+        other, offered = part_id(key=AttemptKey("r2", 5)), jax.block_until_ready(arrays(1))
+        described = describe(offered, num_blocks=3)
+        for asked in (other, part_id()):
+            pair.prefill.offer(asked, offered, described, ttl_s=LATE_S)
+        pair.prefill.withdraw(KEY)
+        events: list[Event] = []
+        assert wait(pair.prefill, Withdrawn, events).key == KEY
+        infos = {each.part_id: each.info for each in events if isinstance(each, Offered)}
+        assert pair.prefill.stats().offers == 1
+        with pytest.raises(TransportArgumentError, match=r"'r2' is already offered$"):
+            pair.prefill.offer(other, offered, described, ttl_s=LATE_S)
+        pair.decode.pull(other, infos[other], described, timeout_s=LATE_S)
+        assert equal(wait(pair.decode, Received).arrays, offered)
+        pair.decode.release(other)
+        pair.prefill.withdraw(other.key, was_read=True)
+        assert wait(pair.prefill, Withdrawn).key == other.key
+
     def test_an_offer_expires(self, pair: Pair) -> None:
         info = offer(pair.prefill, ttl_s=0.05)
         events: list[Event] = []
@@ -256,6 +277,9 @@ class TransportConformance:
         pair.decode.cancel(part_id())
         assert wait(pair.decode, PullFailed).fault is Fault.CANCELLED
         assert (pair.decode.stats().pulls, pair.decode.stats().received) == (0, 0)
+        while isinstance(pair.decode, ThreadedTransport) and pair.decode._table._received:
+            assert time.monotonic() < end, "its memory is not freed"
+            time.sleep(1e-3)
 
     def test_the_caller_s_mistakes_are_refused(self, pair: Pair) -> None:
         info = offer(pair.prefill)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 
@@ -13,6 +15,7 @@ from radixkv.scheduler.nodes.transport import (
     PullFailed,
     Received,
     describe,
+    in_process,
 )
 
 from .conformance import KEY, LATE_S, Pair, TransportConformance, arrays, offer, part_id, wait
@@ -67,3 +70,16 @@ def test_another_exchange_serves_nothing(pair: Pair) -> None:
     failed = wait(stranger, PullFailed)
     assert failed.fault is Fault.EXPIRED
     assert failed.reason == "the part is not offered"
+
+
+def test_each_offer_expires_when_its_time_is_over(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(in_process, "time", SimpleNamespace(monotonic=lambda: now))
+    for part, ttl_s in enumerate((2.0, 3.0, 2.0, 9.0)):
+        offer(pair.prefill, part, ttl_s=ttl_s)
+    for now, num_expired in ((101.9, 0), (102.0, 2), (102.9, 2), (103.0, 3)):
+        assert pair.prefill.poll() == []
+        stats = pair.prefill.stats()
+        assert (stats.offers, stats.offers_expired) == (4 - num_expired, num_expired)

@@ -406,6 +406,52 @@ def test_maintenance_comes_once_a_period() -> None:
     assert times == [1.0, 2.0, 3.5, 4.5]
 
 
+@pytest.mark.parametrize("num_right", range(4))
+def test_each_step_visits_every_pull(num_right: int) -> None:
+    """Whatever comes of those before it."""
+    key, layout = make_digest_key(), describe(OFFERED, num_blocks=1)
+    engine: Any = SimpleNamespace(maintain_every_s=None)
+    begun: list[ScriptedPull] = []
+
+    def begin(*_: object) -> ScriptedPull:
+        begun.append(ScriptedPull(key))
+        begun[-1].written.update(range(NUM_PIECES))
+        for piece, array in enumerate(begun[-1].arrays):
+            array[:] = OFFERED[piece] + (len(begun) > num_right)
+        return begun[-1]
+
+    engine.pull = begin
+    table = transfer_table.TransferTable(engine)
+    digests = digest_arrays(OFFERED, key)
+    for number in range(3):
+        info = PullInfo(PART._replace(part=number), layout, digests, "x", b"", key)
+        table.pull(info.part_id, PullEntry(info, layout, math.inf))
+    assert table.step()
+    rights = min(num_right, 3)
+    outcomes = [outcome(each) for each in table.take_events()]
+    assert outcomes == [Received] * rights + [Fault.CORRUPT] * (3 - rights)
+    assert table.parts_received == rights
+    assert table.bytes_received == rights * layout.num_bytes
+    assert not table.step() and table.wait_s() is None
+
+
+def test_what_has_arrived_by_its_deadline_is_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if nobody looked until then, as when the process was stopped."""
+    clock, key = Clock(), make_digest_key()
+    monkeypatch.setattr(transfer_table, "time", clock)
+    pull = ScriptedPull(key)
+    table = transfer_table.TransferTable(cast(Any, Engine(pull)))
+    layout = describe(OFFERED, num_blocks=1)
+    info = PullInfo(PART, layout, digest_arrays(OFFERED, key), "x", b"", key)
+    table.pull(PART, PullEntry(info, layout, 3.0))
+    for piece, array in enumerate(pull.arrays):
+        array[:] = OFFERED[piece]
+        pull.written.add(piece)
+    clock.now = 4.0
+    assert table.step() and table.take_events() == [Received(PART, pull.arrays)]
+    assert table.faults == {}
+
+
 def test_pulls_are_abandoned_before_their_engine_closes() -> None:
     pull = ScriptedPull(make_digest_key())
     engine: Any = Engine(pull)
