@@ -75,11 +75,12 @@ def test_another_exchange_serves_nothing(pair: Pair) -> None:
 def test_each_offer_expires_when_its_time_is_over(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 100.0
-    monkeypatch.setattr(in_process, "time", SimpleNamespace(monotonic=lambda: now))
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(in_process, "time", clock)
     for part, ttl_s in enumerate((2.0, 3.0, 2.0, 9.0)):
         offer(pair.prefill, part, ttl_s=ttl_s)
-    for now, num_expired in ((101.9, 0), (102.0, 2), (102.9, 2), (103.0, 3)):
+    for clock.now, num_expired in ((101.9, 0), (102.0, 2), (102.9, 2), (103.0, 3)):
         assert pair.prefill.poll() == []
         stats = pair.prefill.stats()
         assert (stats.offers, stats.offers_expired) == (4 - num_expired, num_expired)

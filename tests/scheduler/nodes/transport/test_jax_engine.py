@@ -26,6 +26,7 @@ from radixkv.scheduler.nodes.transport.jax_engine import JaxEngine, JaxPull
 from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
 from radixkv.scheduler.nodes.transport.transfer_engine import seal
 
+from ....costs.fake_libraries import jax_engines
 from .conformance import LATE_S, EngineConformance, Pair, part_id, wait
 
 
@@ -293,6 +294,65 @@ def test_a_server_that_is_replaced_is_kept(kept: list[object]) -> None:
     assert (engine.num_open, kept) == (0, [client, server])
     engine.close()
     assert kept == [client, server]
+
+
+def read_one(engine: JaxEngine, reader: JaxEngine) -> None:
+    """Pull a part of an engine completely."""
+    offer = engine.offer([np.zeros(1, np.int8)])
+    described = describe([np.zeros(1, np.int8)], num_blocks=1)
+    pull = reader.pull(offer.route, described, make_digest_key())
+    assert pull is not None and pull.advance() == 1
+    pull.free()
+
+
+def test_the_server_that_has_been_idle_longest_is_closed_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jax_engine, "_MAX_READERS", 2)
+    with jax_engines(4) as (_, (reader, *peers)):
+        for number, before in ((0, None), (1, 0), (0, 1), (2, 0), (0, 2), (1, 0)):
+            read_one(peers[number], reader)
+            kept = [each for each in (before, number) if each is not None]
+            assert list(reader._readers) == [peers[each].address for each in kept]
+
+
+@pytest.mark.parametrize("limit", [24, 25])
+def test_idle_connections_count_until_others_need_their_descriptors(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    with jax_engines(3) as (_, (reader, *peers)):
+        read_one(peers[0], reader)
+        # Two servers and a connection take 15, and another server and a connection 10.
+        monkeypatch.setattr(jax_engine, "MAX_FILES", limit)
+        assert reader.has_room(peers[1].address, 1)
+        assert (peers[0].address in reader._readers) is (limit == 25)
+
+
+@pytest.mark.parametrize(("limit", "has_room"), [(29, False), (30, True)])
+def test_both_ends_of_a_connection_to_the_node_itself_count(
+    monkeypatch: pytest.MonkeyPatch, limit: int, *, has_room: bool
+) -> None:
+    with jax_engines(2) as (network, (engine, peer)):
+        monkeypatch.setattr(jax_engine, "MAX_FILES", limit - 10)
+        assert engine.has_room(engine.address, 1) is has_room  # 5, and then 5 and 10
+        network.is_stuck = True
+        pull = never(engine)
+        monkeypatch.setattr(jax_engine, "MAX_FILES", limit)
+        assert engine.has_room(peer.address, 1) is has_room  # 20, and then 5 and 5
+        pull.abandon()
+
+
+def test_idle_connections_are_used_without_new_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with jax_engines(2) as (_, (reader, peer)):
+        read_one(peer, reader)
+        monkeypatch.setattr(jax_engine, "num_free_descriptors", lambda: 0)
+        assert [reader.has_room(peer.address, number) for number in (1, 2, 1)] == [
+            True,
+            False,
+            True,
+        ]
 
 
 MANY = """

@@ -17,14 +17,16 @@ from radixkv.scheduler.nodes.transport import (
     Received,
     Withdrawn,
     describe,
+    nixl_agent,
     nixl_engine,
     transfer_table,
 )
 from radixkv.scheduler.nodes.transport.descriptors import make_digest_key
 from radixkv.scheduler.nodes.transport.nixl_agent import NixlAgent
-from radixkv.scheduler.nodes.transport.nixl_engine import NixlEngine
+from radixkv.scheduler.nodes.transport.nixl_engine import NixlEngine, NixlOffer
 from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
 
+from ....costs.fake_libraries import nixl_engines
 from .conformance import KEY, LATE_S, EngineConformance, Pair, arrays, equal, offer, part_id, wait
 
 STAGING_BYTES = 1 << 20
@@ -176,3 +178,68 @@ def test_a_part_that_cannot_be_copied_takes_no_memory(
             engine.offer(arrays())
     assert engine._pool.num_free_bytes == STAGING_BYTES
     give_back(engine.close)
+
+
+def read_one(p: NixlEngine, d: NixlEngine, num_bytes: int = 64) -> NixlOffer:
+    """Offer a part, and read it completely."""
+    given = [np.zeros(num_bytes, np.uint8)]
+    offer = p.offer(given)
+    assert offer is not None
+    pull = d.pull(offer.route, describe(given, num_blocks=1), make_digest_key())
+    assert pull is not None and pull.advance() == 1
+    pull.free()
+    p.maintain()
+    return offer
+
+
+def test_a_read_is_confirmed_only_when_less_than_half_of_the_memory_is_free() -> None:
+    with nixl_engines(2, 1024) as (_, (p, d)):
+        offers = [read_one(p, d, num_bytes) for num_bytes in (448, 64, 64, 64)]
+        assert [each.was_read() for each in offers] == [False, False, True, True]
+        for each in offers[:2]:
+            each.withdraw(was_read=True)
+        assert not read_one(p, d).was_read()
+        assert [each.was_read() for each in offers[2:]] == [True, True]
+
+
+def test_the_peer_that_was_read_least_recently_is_forgotten_and_never_one_that_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nixl_agent, "_MAX_PEERS", 2)
+    with nixl_engines(5, 1024) as (_, (d, *peers)):
+        known: list[bytes] = [each._agent.metadata for each in peers]
+        for number in (0, 1, 0, 2):
+            read_one(peers[number], d)
+        assert list(d._agent._peers) == [known[0], known[2]]
+        offered = peers[0].offer([np.zeros(64, np.uint8)])
+        assert offered is not None
+        described = describe([np.zeros(64, np.uint8)], num_blocks=1)
+        pull = d.pull(offered.route, described, make_digest_key())
+        assert pull is not None
+        for number in (2, 3):
+            read_one(peers[number], d)
+        assert list(d._agent._peers) == [known[0], known[3]]
+        assert pull.advance() == 1
+        pull.free()
+        for number in (1, 2):
+            read_one(peers[number], d)
+        assert list(d._agent._peers) == [known[1], known[2]]
+
+
+def test_maintenance_is_frequent_while_parts_are_offered_or_may_still_be_written() -> None:
+    with nixl_engines(2, 1024) as (nixl, (p, d)):
+        idle_s = p.maintain_every_s
+        given = [np.zeros(64, np.uint8)]
+        offers = [p.offer(given) for _ in range(2)]
+        assert p.maintain_every_s < idle_s == d.maintain_every_s
+        for each in offers:
+            assert each is not None and p.maintain_every_s < idle_s
+            nixl.lost.add(p._agent.address + each._slot.start)
+            pull = d.pull(each.route, describe(given, num_blocks=1), make_digest_key())
+            assert pull is not None and pull.advance() == 0
+            pull.abandon()
+            each.withdraw(was_read=False)
+        assert p.maintain_every_s == idle_s > d.maintain_every_s
+        nixl.lost.clear()
+        d.maintain()
+        assert d.maintain_every_s == idle_s and d.quarantined_bytes == 0
