@@ -17,7 +17,7 @@ from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
 from radixkv.scheduler.request import Request
 
 from ...ports import reserved_port
-from .fake_channel import Deployment
+from .fake_channel import SILENCE_S, Deployment
 
 LATE_S = 60.0  # nothing ends by it
 NUM_REQUESTS = 1100  # more than the queue of 1000 holds
@@ -237,3 +237,27 @@ def test_the_error_for_missing_nodes_names_dropped_messages() -> None:
         "dropped messages: 3 not a frame; refused connections: 2 with another secret than that of "
         "this node, 1 that closed during the handshake"
     )
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_nodes_whose_messages_wait_are_not_silent(
+    monkeypatch: pytest.MonkeyPatch, *, is_waiting: bool
+) -> None:
+    """However long the gateway's process was stopped, also while it waited for them."""
+    world = Deployment()
+    world.turn(2)
+
+    def stop(timeout_s: float = 0.0) -> bool:
+        world.now += 2 * SILENCE_S
+        for loop in world.loops.values():
+            loop.run_once()
+        return True
+
+    if is_waiting:
+        with monkeypatch.context() as patch:
+            patch.setattr(world.ends[GATEWAY], "wait", stop)
+            world.nodes.step()
+    else:
+        stop()
+    world.nodes.step()
+    assert (world.nodes.num_nodes_lost, set(world.nodes.nodes)) == (0, {"prefill-0", "decode-0"})

@@ -89,6 +89,24 @@ def test_a_frame_for_another_node_is_dropped() -> None:
     assert dropped(FrameReader("p"), encode_frame(ACK)) is DroppedFrame.OTHER_RECEIVER
 
 
+def test_a_frame_for_another_node_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes no other frame late, keeps no sender from being forgotten, and takes no room."""
+    monkeypatch.setattr(codec, "MAX_SENDERS", 1)
+    now = 0.0
+    reader = FrameReader("d", lambda: now)
+    for wrong in (replace(ACK, sequence=99), replace(ACK, sender="p2")):
+        frame = encode_frame(replace(wrong, receiver="x"))
+        assert dropped(reader, frame) is DroppedFrame.OTHER_RECEIVER
+    assert reader.read(encode_frame(ACK)) == ACK
+    now = FORGET_S - 1.0
+    for wrong in (replace(ACK, sequence=99), replace(ACK, sender="p2")):
+        frame = encode_frame(replace(wrong, receiver="x"))
+        assert dropped(reader, frame) is DroppedFrame.OTHER_RECEIVER
+    assert dropped(reader, encode_frame(ACK)) is DroppedFrame.OLD
+    now = FORGET_S
+    assert reader.read(encode_frame(replace(ACK, epoch=1))).epoch == 1
+
+
 @given(st.binary(max_size=200), st.booleans())
 def test_random_bytes_are_dropped(data: bytes, is_framed: bool) -> None:
     frame = encode_frame(ACK)[:HEADER_BYTES] + data if is_framed else data
