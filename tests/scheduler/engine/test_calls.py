@@ -16,7 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler.engine import calls
+from radixkv.kvcache.copies.block_copies import BlockCopies
+from radixkv.scheduler.engine import calls, group_runners
+from radixkv.scheduler.engine.adjustments import Adjustments
+from radixkv.scheduler.engine.batch_state import BatchState
 from radixkv.scheduler.engine.calls import (
     Call,
     CallReceiver,
@@ -28,8 +31,15 @@ from radixkv.scheduler.engine.calls import (
     describe_difference,
     encode_call,
 )
-from radixkv.scheduler.engine.group_runners import LeadingRunner, digest_params
+from radixkv.scheduler.engine.group_runners import (
+    FollowingRunner,
+    LeadingRunner,
+    digest_params,
+)
+from radixkv.scheduler.engine.logprobs import Logprobs
 from radixkv.scheduler.engine.model_runner import ModelRunner, _Results
+from radixkv.scheduler.engine.programs import Programs
+from radixkv.scheduler.engine.step_arrays import Shape
 from radixkv.scheduler.errors import CallError, GroupError
 from radixkv.spec.model.group import GroupLedger
 from radixkv.spec.rules.rule import Violation
@@ -392,6 +402,119 @@ def test_process_0_waits_until_all_have_its_new_weights(monkeypatch: pytest.Monk
     told = [(name, array_to_bytes(array)) for name, _, array in _arguments(group.tell)]
     assert told == [("weights", b"n"), ("check_weights", digest_params(new))]
     assert group.mock_calls[2:] == [call.wait(())]
+
+
+A, B, C, D, E, F = (np.full(2, each, np.int32) for each in range(6))
+"""Arrays that mocks compare by identity."""
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "given", "options", "told"),
+    [
+        ("Programs", "run", (Shape(True, 8, 4), A, B, C, D), True, ("step", (1, 8, 4, 1), B)),
+        ("Programs", "run", (Shape(False, 9, 4), A, B, C, D), False, ("step", (0, 9, 4, 0), B)),
+        ("Programs", "draw", (A, B, C, D), None, ("draw",)),
+        ("Adjustments", "set_counts", (A,), None, ("set_counts", (), A)),
+        ("Adjustments", "adjust_rows", (A, B, C, True, None, D), None, ("adjust", (1,), C)),
+        ("Adjustments", "adjust_rows", (A, B, C, False, E, D), None, ("adjust", (0,), C, E)),
+        ("Adjustments", "count_rows", (A, B, C), None, ("count", (), C)),
+        ("Logprobs", "of_output", (A, B), None, ("logprobs",)),
+        ("Logprobs", "of_targets", (A, B, C, D), None, ("prompt_logprobs", (), A)),
+    ],
+)
+def test_process_0_tells_what_it_dispatches_before_it_does(
+    part: str,
+    name: str,
+    given: tuple[Any, ...],
+    options: bool | None,
+    told: tuple[Any, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log, named = Mock(), {} if options is None else {"keep_hidden": options}
+    base = {"Programs": Programs, "Adjustments": Adjustments, "Logprobs": Logprobs}[part]
+    monkeypatch.setattr(base, name, log.dispatch)
+    leading = getattr(group_runners, f"_Leading{part}")(SimpleNamespace(kept=5), log.tell)
+    result = getattr(leading, name)(*given, **named)
+    assert log.mock_calls == [call.tell(*told), call.dispatch(*given, **named)]
+    assert leading.kept == 5
+    if name not in ("set_counts", "count_rows"):
+        assert result is log.dispatch.return_value
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("gather", (A, B, 4), ("gather", (4,), B)),
+        ("scatter", (A, (C, D), B, 8), ("scatter", (8,), B, C, D)),
+        ("copy", (A, B, C, 2), ("copy_sample", (2,), B, C)),
+    ],
+)
+def test_process_0_tells_no_copy_that_it_refuses(
+    name: str, given: tuple[Any, ...], told: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Mock()
+    for method, function in (("check_ids", log.check_ids), (name, log.dispatch)):
+        monkeypatch.setattr(BlockCopies, method, function)
+    leading: Any = SimpleNamespace()
+    leading = group_runners._LeadingCopies(leading, log.tell, "copy_sample")
+    getattr(leading, name)(*given)
+    assert [each[0] for each in log.mock_calls] == ["check_ids", "tell", "dispatch"]
+    assert log.mock_calls[1:] == [call.tell(*told), call.dispatch(*given)]
+    checked = np.concatenate([B, C]) if name == "copy" else B
+    assert log.check_ids.call_args.args[0].tolist() == checked.tolist()
+    log.reset_mock()
+    log.check_ids.side_effect = IndexError
+    with pytest.raises(IndexError):
+        getattr(leading, name)(*given)
+    assert not log.tell.called and not log.dispatch.called
+
+
+def test_another_process_dispatches_what_it_is_told() -> None:
+    """With the arrays of the calls, and what its own programs returned for the call before."""
+    runner: Any = FollowingRunner.__new__(FollowingRunner)
+    log = Mock()
+    states: list[Any] = [BatchState(*[object()] * 6) for _ in range(4)]
+    first, second, third, drawn = states
+    runner._batch = SimpleNamespace(state=first, set_slot=log.set_slot)
+    runner._programs, runner._adjustments, runner._logprobs = log.programs, log.adjust, log.logprobs
+    runner._copies, runner._tier_copies, runner.arrays = log.samples, log.tiers, "arrays"
+    runner.model, logits = SimpleNamespace(params="params"), log.programs.logits
+    log.set_slot.return_value = second
+    log.programs.run.return_value = ("tokens", "rows", third)
+    log.programs.draw.return_value = ("drawn", drawn)
+    log.adjust.adjust_rows.return_value = ("adjusted", "best", "last")
+
+    def expect(told: Call, *expected: Any) -> None:
+        log.reset_mock()
+        runner.execute(told)
+        assert log.mock_calls == list(expected)
+
+    def of_run(shape: Shape, state: Any, keep_hidden: bool) -> Any:
+        given = shape, "params", B, state, "arrays"
+        return call.programs.run(*given, keep_hidden=keep_hidden)
+
+    expect(Call("request", (), (A,)), call.set_slot(first, A))
+    expect(Call("step", (1, 8, 4, 0), (B,)), of_run(Shape(True, 8, 4), second, False))
+    expect(Call("draw"), call.programs.draw(logits, "rows", "tokens", third))
+    expect(Call("count", (), (C,)), call.adjust.count_rows("rows", "drawn", C))
+    expect(Call("logprobs"), call.logprobs.of_output(logits, "drawn"))
+    expect(Call("step", (0, 9, 4, 1), (B,)), of_run(Shape(False, 9, 4), drawn, True))
+    given = logits, "rows", A, True, None, third.last_tokens
+    expect(Call("adjust", (1,), (A,)), call.adjust.adjust_rows(*given))
+    state = third._replace(last_tokens="last")
+    expect(Call("draw"), call.programs.draw("adjusted", "rows", "best", state))
+    expect(Call("logprobs"), call.logprobs.of_output(logits, "drawn"))
+    log.programs.take_hidden.return_value = ("batch", "x")
+    of_targets = call.logprobs.of_targets(D, runner.model, "batch", "x")
+    expect(Call("prompt_logprobs", (), (D,)), call.programs.take_hidden(), of_targets)
+    expect(Call("step", (1, 1, 4, 0), (B,)), of_run(Shape(True, 1, 4), drawn, False))
+    given_masks = logits, "rows", A, False, E, third.last_tokens
+    expect(Call("adjust", (0,), (A, E)), call.adjust.adjust_rows(*given_masks))
+    expect(Call("set_counts", (), (F,)), call.adjust.set_counts(F))
+    expect(Call("gather", (4,), (A,)), call.tiers.gather("arrays", A, 4))
+    expect(Call("scatter", (8,), (A, B, C)), call.tiers.scatter("arrays", (B, C), A, 8))
+    expect(Call("copy", (2,), (A, B)), call.tiers.copy("arrays", A, B, 2))
+    expect(Call("copy_sample", (1,), (A, B)), call.samples.copy("arrays", A, B, 1))
 
 
 def _arguments(mock: Mock) -> list[Any]:
