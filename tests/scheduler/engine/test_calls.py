@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock, call
 
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixkv.kvcache import CacheManager, HostConfig
 from radixkv.kvcache.copies.block_copies import BlockCopies
 from radixkv.scheduler.engine import calls, group_runners
 from radixkv.scheduler.engine.adjustments import Adjustments
@@ -34,6 +35,7 @@ from radixkv.scheduler.engine.calls import (
 from radixkv.scheduler.engine.group_runners import (
     FollowingRunner,
     LeadingRunner,
+    describe_options,
     digest_params,
 )
 from radixkv.scheduler.engine.logprobs import Logprobs
@@ -353,6 +355,48 @@ def test_the_digest_of_weights_depends_on_each_of_them():
         changed = [*weights[:place], each.at[-1].add(1), *weights[place + 1 :]]
         digests.add(digest_of(changed))
     assert len(digests) == 4
+
+
+class Weights(NamedTuple):
+    embedding: np.ndarray
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"num_blocks": 9}, {"num_blocks"}),
+        ({"block_size": 2}, {"block_size"}),
+        ({"host": HostConfig(5)}, {"host_blocks"}),
+        ({"name": "other"}, {"model", "configuration"}),
+        ({"theta": 2}, {"configuration"}),
+        ({"weight": 2}, {"weights"}),
+        ({"dtype": np.float32}, {"dtype", "weights"}),
+        ({"mesh": SimpleNamespace(shape={"heads": 2, "copies": 1})}, {"mesh"}),
+        ({"max_running": 3}, {"max_running"}),
+    ],
+)
+def test_processes_differ_in_what_they_describe(change: dict[str, Any], names: set[str]) -> None:
+    def describe(
+        *,
+        num_blocks: int = 8,
+        block_size: int = 4,
+        host: HostConfig | None = None,
+        name: str = "model",
+        theta: int = 1,
+        weight: int = 1,
+        dtype: Any = np.float16,
+        mesh: Any = None,
+        max_running: int = 2,
+    ) -> dict[str, str]:
+        config = SimpleNamespace(name=name, theta=theta)
+        params = Weights(np.full(2, weight, dtype))
+        model: Any = SimpleNamespace(config=config, params=params, mesh=mesh)
+        manager = CacheManager(num_blocks, block_size, host=host)
+        return describe_options(model, manager, {"max_running": max_running})
+
+    ours, theirs = describe(), describe(**change)
+    assert {"radixkv", "jax"} < ours.keys() == theirs.keys()
+    assert {each for each in ours if ours[each] != theirs[each]} == names
 
 
 def leading_runner() -> tuple[Any, Mock]:
