@@ -95,6 +95,16 @@ def test_llama_entries_that_are_left_out_take_their_defaults():
     assert config.eos_token_ids == ()
 
 
+@pytest.mark.parametrize("attention_bias", [False, True])
+@pytest.mark.parametrize("mlp_bias", [False, True])
+def test_the_projections_have_the_biases_of_their_family(attention_bias, mlp_bias):
+    """The feed-forward layers of Qwen3 have none, whatever the file says, as in transformers."""
+    entries = {"attention_bias": attention_bias, "mlp_bias": mlp_bias}
+    llama, qwen3 = (parse_config({**base, **entries}, PATH) for base in (LLAMA, QWEN3))
+    assert (llama.attention_bias, llama.mlp_bias) == (attention_bias, mlp_bias)
+    assert (qwen3.attention_bias, qwen3.mlp_bias) == (attention_bias, False)
+
+
 @pytest.mark.parametrize("value", [0, 1, 2, [], [0], [0, 1], [2, 0]])
 def test_the_end_tokens_are_those_of_the_checkpoint(value, tmp_path):
     """Zero is a token, too, in both files; only an empty list gives none."""
@@ -131,6 +141,14 @@ def test_old_and_new_spelling_of_rope_mean_the_same(entries):
 )
 def test_every_kind_of_rope_has_the_theta_of_the_config(scaling, rope):
     assert parse_config({**LLAMA, "rope_theta": 5e5, "rope_scaling": scaling}, PATH).rope == rope
+
+
+def test_the_newer_settings_of_rope_come_before_the_older_ones():
+    older = {"rope_theta": 2e4, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    newer = {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}
+    assert parse_config({**LLAMA, **older, **newer}, PATH).rope == RopeConfig(2e4, "linear", 8.0)
+    newer["rope_parameters"]["rope_theta"] = 5e5
+    assert parse_config({**LLAMA, **older, **newer}, PATH).rope == RopeConfig(5e5, "linear", 8.0)
 
 
 def test_linear_rope_divides_every_frequency():
@@ -244,6 +262,10 @@ def test_a_tokenizer_may_have_no_end_token(tmp_path, config, tokenizer):
         (
             {"partial_rotary_factor": 0.5},
             "config.json: partial_rotary_factor is 0.5, but only 1.0 is supported",
+        ),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.25}},
+            "config.json: partial_rotary_factor is 0.25, but only 1.0 is supported",
         ),
     ],
 )
