@@ -193,3 +193,29 @@ def test_the_late_tokens_of_samples_are_visited_once(monkeypatch):
     late = words_of(set(range(VOCABULARY)) - {2, 3})
     assert [mask[:2].tolist() for mask in masks] == [[late, late]] * 3
     assert make.call_count == 1
+
+
+def test_the_late_tokens_of_all_rows_are_kept_and_no_others(monkeypatch):
+    """A step finds those of the last one, and an engine does not remember those of all requests."""
+    make = Mock(side_effect=_mask_without)
+    monkeypatch.setattr(adjustments, "_mask_without", make)
+    adjuster, unused = Adjustments(ROWS, ROWS, 9, VOCABULARY), None
+    given: Any = unused
+    monkeypatch.setattr(adjuster, "adjust_rows", lambda *rows: None)
+
+    def step(first: int) -> None:
+        requests = [
+            Request(
+                str(token), [1], 4, sampling=SamplingParams(min_tokens=2), stop_token_ids=[token]
+            )
+            for token in range(first, first + ROWS)
+        ]
+        plan = StepPlan(prefill=[Chunk(request, 0, 1) for request in requests])
+        adjuster.adjust(plan, given, given, given)
+
+    for first in range(0, 4 * ROWS, ROWS):
+        for _ in range(3):
+            step(first)
+        assert make.call_count == first + ROWS
+    step(0)
+    assert make.call_count == 5 * ROWS, "those of requests that have ended are kept"
