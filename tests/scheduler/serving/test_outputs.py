@@ -16,7 +16,7 @@ from radixkv.scheduler.server.replies import new_logprobs
 from radixkv.scheduler.serving.outputs import Completion, PrefixHits
 from radixkv.scheduler.text import Detokenizer
 
-from ...tokenizers import words
+from ...tokenizers import byte_level, words
 
 WORDS = ["the", "cache", "é"]
 
@@ -61,6 +61,27 @@ def test_the_parts_of_an_output_are_those_of_its_tokens(
             assert (output.text, new_tokens) == (expected, tokens[: len(new_tokens)])
             return
     raise AssertionError("the output has no end")
+
+
+@pytest.mark.parametrize("stop", [(), ("cache!",)])
+def test_text_that_may_change_comes_at_the_end_alone(stop: tuple[str, ...]) -> None:
+    """Half a character, and what may be the begin of a stop string."""
+    bytes_of_text = byte_level()
+    text = "zß🙂 cache"
+    tokens = bytes_of_text.encode(text).ids
+    detokenizing: Any = SimpleNamespace(detokenizer=lambda: Detokenizer(bytes_of_text))
+    request = Request("a", [1], len(tokens))
+    completion = Completion(request, detokenizing, stop, name="a")
+    told = ""
+    for number, token in enumerate(tokens, start=1):
+        request.append(token)
+        is_end = number == len(tokens)
+        output = completion.take(number, "length" if is_end else None)
+        assert output is not None
+        told += output.new_text
+        assert told == output.text and text.startswith(told)
+        assert is_end or not (stop and "c" in told)
+    assert told == text and len(tokens) > len(text.split())
 
 
 @pytest.mark.parametrize("asks", [False, True])

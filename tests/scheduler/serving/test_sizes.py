@@ -161,6 +161,19 @@ def test_what_is_told_has_the_padding_of_every_pool(
     assert told.endswith(host if host_blocks else " tokens per step")
 
 
+@pytest.mark.parametrize(("machine", "host_blocks"), [(30, 2), (109, 9), (110, 10), (500, 10)])
+def test_storage_has_a_host_tier_of_as_many_blocks_if_the_machine_has_room(
+    config: ModelConfig, machine: int, host_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a tenth of its memory, given in blocks; the padding is one more."""
+    per_block = 16 * PER_TOKEN
+    monkeypatch.setattr(sizes, "machine_memory", lambda: machine * per_block)
+    memory = DeviceMemory("gpu", 2**30, 0)
+    for has_storage in (False, True):
+        chosen = choose_sizes(config, 4, memory, num_blocks=10, has_storage=has_storage)
+        assert chosen.host_blocks == (host_blocks if has_storage else 0)
+
+
 def test_no_room(config):
     text = "the model takes 8 GiB, and a fraction of 0.5 of 16 GiB has no room for blocks of 8 KiB"
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
