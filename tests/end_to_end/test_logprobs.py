@@ -100,9 +100,11 @@ def test_a_step_of_any_size_has_a_record_of_each_token(served, num_tokens):
     config, params = model.config, model.params
     x = jnp.asarray(rng.normal(size=(num_tokens, config.hidden_size)), jnp.float32)
     targets = rng.integers(config.vocab_size, size=num_tokens).astype(np.int32)
-    places, row = jnp.arange(num_tokens, dtype=jnp.int32), jnp.zeros(1, jnp.int32)
-    batch = Batch(places, places, places, row[None], row, row, row, row)
-    found = Logprobs().of_targets(targets, model, batch, x).rows(num_tokens)
+    places, programs = jnp.arange(num_tokens, dtype=jnp.int32), Logprobs()
+    for num_rows in (2, 1):  # steps of as many tokens may have other rows
+        row = jnp.zeros(num_rows, jnp.int32)
+        batch = Batch(places, places, places, row[:, None], row, row, row, row)
+        found = programs.of_targets(targets, model, batch, x).rows(num_tokens)
     all_rows = batch._replace(logit_rows=places)
     logits = np.asarray(compute_logits(config, params.norm, params.lm_head, all_rows, x, mesh=None))
     for place, token in enumerate(targets.tolist()):

@@ -106,7 +106,10 @@ FINE = {
     "a source past count that is a destination": lambda: copy([1, 2, 99], [2, 3, 99], 1),
     "a source that skips and is a destination": lambda: copy([1, 5, 1], [5, -1, 3], 3),
     "one source read often": lambda: gather([1, 1, -1], 3),
+    "anything past the count of a gather": lambda: gather([1, 99, -7], 1),
+    "anything past the count of a scatter": lambda: scatter([1, 1, 99], 1),
     "all entries": lambda: scatter([1, 2, 0], 3),
+    "no entries": lambda: copy([99, 1, 1], [-7, 2, 2], 0),
 }
 
 
@@ -139,6 +142,7 @@ REFUSED = (
     (lambda: write([7, 3, 7]), "slots must be distinct, but 7 occurs twice"),
     (lambda: write([0, 8], k_scales=SCALES, v_scales=SCALES), "k_scales[2, 1] must be > 0, got 0.0"),  # noqa: E501
     (lambda: write([0, 8], k_scales=abs(SCALES) + 1, v_scales=-SCALES), "v_scales[0, 0] must be > 0, got -1.0"),  # noqa: E501
+    (lambda: write([0, 8], k_scales=SCALES * jnp.nan, v_scales=SCALES), "k_scales[0, 0] must be > 0, got nan"),  # noqa: E501
     (lambda: copy([1, 9, 1], [2, 3, 4], 3), "sources[1] must be -1 or in 0 .. 8, got 9"),
     (lambda: copy([1, 1, 1], [2, 3, -5], 3), "destinations[2] must be -1 or in 0 .. 8, got -5"),
     (lambda: copy([1, 1, 1], [2, 3, 2], 3), "destinations must be distinct, but 2 occurs twice"),
