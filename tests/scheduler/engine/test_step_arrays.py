@@ -355,6 +355,48 @@ def test_a_replaced_duplicate_is_sent_again():
     world.step([second, first])
 
 
+def test_a_new_request_takes_the_slot_of_one_that_has_ended():
+    """Not that of one whose last token only the device has; and no need of the former is left."""
+    manager, device = CacheManager(16, BLOCK_SIZE), DeviceBatch(2, 4)
+    draws = SamplingParams(temperature=0.5, repetition_penalty=1.5)
+    first, second, third = (
+        running(manager, [token, 2, 3], sampling)
+        for token, sampling in ((4, GREEDY), (5, draws), (6, SamplingParams(temperature=0.5)))
+    )
+
+    def send(request: Request, start: int) -> int:
+        plan = plan_of([Chunk(request, start, 1)], 1)
+        slots = device.send(plan, manager.tables)
+        assert device.needs(slots) == needs_of(request)
+        return slots.item()
+
+    assert [send(first, 2), send(second, 2)] == [0, 1]
+    manager.release(lease_of(second))
+    assert [send(third, 2), send(first, 3), send(third, 3)] == [1, 0, 1]
+
+
+def test_tokens_are_counted_again_only_if_the_host_knows_all_of_them():
+    """The device has counted the token of a step in flight, and the host has not got it."""
+    manager, device = CacheManager(16, BLOCK_SIZE), DeviceBatch(1, 4)
+    penalised, plain = (
+        running(manager, [1, 2, 3], SamplingParams(repetition_penalty=penalty))
+        for penalty in (1.5, 1.0)
+    )
+
+    def counted(request: Request, start: int, *, is_replaced: bool = False) -> list[Any]:
+        manager.tables.versions[lease_of(request).row] += is_replaced
+        device.send(plan_of([Chunk(request, start, 1)], 1), manager.tables)
+        found, device.to_count = device.to_count, []
+        return found
+
+    assert counted(penalised, 2) == [(0, penalised)]
+    assert counted(penalised, 3) == []
+    assert counted(penalised, 3, is_replaced=True) == []
+    assert counted(penalised, 2, is_replaced=True) == [(0, penalised)]
+    assert counted(plain, 2) == []
+    assert counted(penalised, 2) == [(0, penalised)], "its slot was that of another"
+
+
 @pytest.mark.parametrize(
     ("sampling", "options", "needs"),
     [

@@ -10,6 +10,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
+from radixkv.kvcache.storage import StorageWorkers
 from radixkv.scheduler.engine import tier_copies
 from radixkv.scheduler.engine.stats import CopyStats
 from radixkv.scheduler.engine.tier_copies import TierCopies
@@ -55,7 +56,10 @@ def test_a_close_waits_for_operations_and_touches(
 
 
 def make_copies(
-    monkeypatch: pytest.MonkeyPatch, host_blocks: int = 4, device_blocks: int = 4
+    monkeypatch: pytest.MonkeyPatch,
+    host_blocks: int = 4,
+    device_blocks: int = 4,
+    storage: Any = None,
 ) -> tuple[TierCopies, Mock, Mock]:
     """Copies, with a manager and a driver that only take calls."""
     tiers, driver = Mock(), Mock()
@@ -64,7 +68,7 @@ def make_copies(
     monkeypatch.setattr(tier_copies, "TierDriver", made)
     monkeypatch.setattr(tier_copies, "HostArrays", Mock())
     arrays: Any = SimpleNamespace(keys=[[None] * (device_blocks + 1)])  # one is the padding
-    copies = TierCopies(tiers, arrays, None)
+    copies = TierCopies(tiers, arrays, storage)
     tier_copies.HostArrays.like.assert_called_once_with(arrays, host_blocks)  # type: ignore[attr-defined]
     driver.warm_up.assert_called_once_with(arrays)
     driver.most = made.call_args.kwargs["max_blocks_per_copy"]
@@ -114,6 +118,37 @@ def test_what_is_pending_goes_to_the_driver_and_what_has_ended_comes_back(
     copies.wait()
     copies.replace_copies(print)  # type: ignore[arg-type]
     assert driver.mock_calls == [call.wait(1.0), call.replace_copies(print)]
+
+
+def test_storage_takes_another_namespace_once_before_its_first_operation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And after the operations with the keys of the last one are cancelled."""
+    storage, pools = Mock(spec=StorageWorkers), Mock()
+    copies, tiers, driver = make_copies(monkeypatch, storage=storage)
+    first, log = tiers.storage, Mock()
+    tiers.take_cancelled.return_value, tiers.take_operations.return_value = (3,), ("an operation",)
+    for name, mock in (("driver", driver), ("storage", storage)):
+        log.attach_mock(mock, name)
+
+    def named(namespace: Any) -> list[str]:
+        tiers.storage = namespace
+        log.reset_mock()
+        copies.dispatch(pools)
+        assert all(each.args == (namespace,) for each in storage.use_namespace.call_args_list)
+        return [name for name, _, _ in log.mock_calls if name != "driver.touch"]
+
+    unchanged = ["driver.cancel", "driver.dispatch"]
+    changed = ["driver.cancel", "storage.use_namespace", "driver.dispatch"]
+    assert [named(each) for each in (first, None, "second", "second")] == [
+        *(unchanged, unchanged, changed, unchanged)
+    ]
+    assert named(first) == changed
+    copies, tiers, driver = make_copies(monkeypatch, storage=Mock(spec=()))  # one of the caller's
+    tiers.take_operations.return_value = tiers.take_cancelled.return_value = ()
+    copies.dispatch(pools)
+    tiers.storage = "second"
+    copies.dispatch(pools)
 
 
 @pytest.mark.parametrize("ends", [False, True])
