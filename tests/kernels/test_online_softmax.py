@@ -53,6 +53,17 @@ def test_what_saw_no_token_is_empty_whatever_the_sink(sinks):
     assert not out.any() and (lse == -jnp.inf).all()
 
 
+@pytest.mark.parametrize("sinks", [None, [1.0, 1e4, -1e4]])
+def test_what_is_nan_stays_nan_and_alone(sinks):
+    """It is no query that saw nothing, whose output is 0."""
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    state = state_of([0.0, 1.0, 2.0], 3.0)
+    state = merge(empty_state((3,), 2), state._replace(total=state.total.at[1].set(jnp.nan)))
+    for found in finalize(state, sinks):
+        is_nan = np.isnan(found)
+        assert is_nan[1].all() and not is_nan[[0, 2]].any()
+
+
 def test_states_of_any_distance_merge():
     others = OTHERS + np.log(TOTAL)
     a, b = state_of(PEAKS, 3.0), state_of(OTHERS, -1.0)
