@@ -219,3 +219,52 @@ def test_the_late_tokens_of_all_rows_are_kept_and_no_others(monkeypatch):
         assert make.call_count == first + ROWS
     step(0)
     assert make.call_count == 5 * ROWS, "those of requests that have ended are kept"
+
+
+CHUNKS = [(0, 2, False, False), (0, 3, True, True), (2, 1, True, True), (3, 1, False, True)]
+"""Start and length of a chunk of a request with three tokens that the host knows, whether a guide
+has a mask for the token that it yields, and whether it yields one of the output."""
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_guide_masks_the_token_after_all_that_the_host_knows(is_ended, later, monkeypatch):
+    adjuster, unused = Adjustments(len(CHUNKS), len(CHUNKS), 9, VOCABULARY), None
+    given: Any = unused
+    masks: list[Any] = []
+    monkeypatch.setattr(adjuster, "adjust_rows", lambda *rows: masks.append(rows[4]))
+    chunks = []
+    for start, length, is_masked, _ in CHUNKS:
+        guide = Mock(has_failed=False)
+        guide.allow.side_effect = lambda tokens, words: words.fill(len(tokens))
+        made = Request(str(start), [1, 2] if later else [1, 2, 3], 5, guide=guide)
+        if later:
+            made.append(3)
+        made.finish_reason = "length" if is_ended else None
+        chunks.append((Chunk(made, start, length), is_masked and not is_ended))
+    adjuster.adjust(StepPlan(prefill=[chunk for chunk, _ in chunks]), given, given, given)
+    if is_ended:
+        assert masks == [] and not any(chunk.request.guide.allow.called for chunk, _ in chunks)
+        return
+    [allowed] = masks
+    for row, (chunk, is_masked) in enumerate(chunks):
+        assert chunk.request.guide.allow.called == is_masked
+        assert set(allowed[row].tolist()) == {int(later) if is_masked else -1}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_tokens_of_output_are_counted_for_who_has_penalties(number, monkeypatch):
+    """A chunk that ends inside what the host knows yields none."""
+    adjuster, unused = Adjustments(9, 9, 9, VOCABULARY), None
+    given: Any = unused
+    counted: list[Any] = []
+    monkeypatch.setattr(adjuster, "count_rows", lambda *rows: counted.append(rows[2].tolist()))
+    penalised = SamplingParams(repetition_penalty=1.5)
+    chunks = [
+        (Chunk(Request("a", [1, 2, 3], 5, sampling=sampling), start, length), yields)
+        for start, length, _, yields in CHUNKS
+        for sampling in (SamplingParams(1.0), penalised)[-number:]
+    ]
+    adjuster.count(StepPlan(prefill=[chunk for chunk, _ in chunks]), given, given)
+    expected = [yields and chunk.request.sampling is penalised for chunk, yields in chunks]
+    assert counted == [expected + [False] * (9 - len(chunks))]
