@@ -517,7 +517,8 @@ def test_another_process_dispatches_what_it_is_told() -> None:
     """With the arrays of the calls, and what its own programs returned for the call before."""
     runner: Any = FollowingRunner.__new__(FollowingRunner)
     log = Mock()
-    states: list[Any] = [BatchState(*[object()] * 6) for _ in range(4)]
+    make: Any = BatchState
+    states: list[Any] = [make(*[object()] * 6) for _ in range(4)]
     first, second, third, drawn = states
     runner._batch = SimpleNamespace(state=first, set_slot=log.set_slot)
     runner._programs, runner._adjustments, runner._logprobs = log.programs, log.adjust, log.logprobs

@@ -32,7 +32,7 @@ def test_a_step_copies_the_blocks_of_any_number_of_samples(
     """One program copies eight of them; fewer are padded."""
     copies: Any = BlockCopies.__new__(BlockCopies)
     copies.max_blocks = copies._min_blocks = 8
-    copied, sizes = [], []
+    copied, sizes = list[tuple[int, int]](), list[int]()
 
     def copy(arrays: Any, sources: Any, destinations: Any, size: int) -> None:
         assert arrays == "arrays" and {sources.dtype, destinations.dtype} == {np.dtype(np.int32)}
