@@ -1,5 +1,6 @@
 """The threads that write to the host tier: the memory they hold, and their end."""
 
+import atexit
 import threading
 import time
 import weakref
@@ -106,3 +107,20 @@ def test_all_threads_share_the_time_to_end(writer, monkeypatch, slow_s):
         assert writer.close(5.0) is (slow_s == 0.0)
     assert now[0] == min(3 * slow_s, 5.0)
     monkeypatch.undo()
+
+
+def test_a_writer_is_closed_at_the_end_of_the_program_unless_it_was_before(monkeypatch):
+    """A thread that copies then would abort the process; a closed writer is not kept for it."""
+    kept: list[Any] = []
+    monkeypatch.setattr(atexit, "register", lambda call, *given: kept.append((call, given)))
+    monkeypatch.setattr(atexit, "unregister", lambda call: kept.remove((call, (10.0,))))
+    writer = BackgroundWriter(HostArrays(1, 1, 1, 2, 4, np.float32), 2)
+    assert kept == [(writer.close, (10.0,))]
+    may_write = threading.Event()
+    monkeypatch.setattr(writer._host, "write", lambda *given: may_write.wait(LONG_S))
+    writer.submit(write(1))
+    assert not writer.close(0.0)
+    assert len(kept) == 1, "a thread still writes"
+    may_write.set()
+    assert writer.close(LONG_S)
+    assert kept == []

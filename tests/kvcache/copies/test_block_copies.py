@@ -39,6 +39,18 @@ def test_copies_to_the_host_are_pinned_if_the_device_has_separate_memory(is_pinn
     assert bench.driver.close(timeout_s=LONG_S)
 
 
+def test_copies_to_the_host_start_at_once_where_no_memory_is_pinned(monkeypatch):
+    with Bench() as bench:
+        copies = BlockCopies(bench.arrays, 1, pinning.COPY_KINDS[:1])
+        staging = copies.gather(bench.arrays, np.array([1], np.int32), 1)
+        started: list[int] = []
+        monkeypatch.setattr(
+            type(staging[0]), "copy_to_host_async", lambda each: started.append(id(each))
+        )
+        assert copies.to_host(staging) is staging
+        assert started == [id(each) for each in staging]
+
+
 @pytest.mark.parametrize("fault", ["refused", "other bytes"])
 def test_broken_pinned_memory_is_not_used(monkeypatch, fault):
     monkeypatch.setattr(pinning, "_HOST_PLATFORMS", frozenset())

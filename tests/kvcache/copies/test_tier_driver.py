@@ -424,6 +424,22 @@ def test_wait_ends_with_the_first_result(bench):
     assert bench.driver.fenced() == [cancelled]
 
 
+def test_counts_that_were_read_do_not_change_later(bench):
+    bench.host.held = True
+    before = bench.driver.stats()
+    bench.start(DOWN, [1], [1])
+    bench.finish_write(MemoryError())
+    bench.results()
+    after = bench.driver.stats()
+    bench.start(UP, [1], [1])
+    bench.start(DOWN, [1], [1])
+    bench.finish_write(MemoryError())
+    bench.results()
+    assert (before.operations, before.copied_bytes, before.errors) == ({}, {}, {})
+    assert after.operations == {(DOWN, Outcome.FAILED): 1}
+    assert (after.copied_bytes, after.errors) == ({DOWN: 0}, {"MemoryError": 1})
+
+
 def test_results_can_be_read_after_close(bench):
     bench.host.held = True
     op_id = bench.start(DOWN, [1], [1])
