@@ -30,7 +30,7 @@ from radixkv.kvcache.storage.errors import (
 from radixkv.kvcache.storage.maintenance import Verified
 from radixkv.kvcache.storage.redis.address import RedisAddress
 from radixkv.kvcache.storage.redis.backend import RedisBackend
-from radixkv.kvcache.storage.redis.packer import Word
+from radixkv.kvcache.storage.redis.packer import Packer, Value, Word
 
 from .conformance import KEYS, MIB, check_namespaces, get, keys_of, load, put, store
 from .redis_calls import DOING, LONG_S, SOON_S, connected, every_call, raw
@@ -260,6 +260,41 @@ def test_a_call_takes_any_number_of_keys(server: RedisServer, ttl_s: int | None)
         assert backend.contains(keys) == [True] * len(keys)
         assert backend.delete(keys[-1])
         assert backend.contains(keys) == [True] * (len(keys) - 1) + [False]
+
+
+@pytest.mark.parametrize("ttl_s", [None, 600])
+def test_a_call_sends_no_more_commands_than_it_needs(
+    server: RedisServer, ttl_s: int | None
+) -> None:
+    """No transactions, no greeting of a connection, and a scan in large steps."""
+    keys = [sha256(b"%d" % number).digest() for number in range(2500)]
+    with connected(server, ttl_s=ttl_s) as backend, raw(server) as client:
+        client.mset({f"radixkv:{key.hex()}": b"x" for key in keys})
+        client.config_resetstat()
+        assert all(backend.contains(keys))
+        backend.touch(keys)
+        assert sorted(keys_of(backend)) == sorted(keys)
+        put(backend, keys[0], b"y")
+        assert backend.delete(keys[0])
+        stats: dict[str, dict[str, int]] = client.info("commandstats")
+        calls = {name.removeprefix("cmdstat_"): each["calls"] for name, each in stats.items()}
+    assert calls.pop("scan") <= 4
+    for name in [name for name in calls if name.startswith(("client|", "config|", "select"))]:
+        del calls[name]  # of the connections
+    touches = {"touch": 1} if ttl_s is None else {"expire": 2500}
+    assert calls == {"exists": 2500, "strlen": 2500, "set": 1, "unlink": 1, **touches}
+
+
+def test_a_large_part_of_a_value_is_sent_without_a_copy() -> None:
+    small, large = (memoryview(bytes([tag]) * size) for tag, size in ((1, 16383), (2, 16384)))
+    value = Value([small, large, small, small, large])
+    pieces = Packer().pack("SET", b"key", value, "EX", 60)
+    total = sum(map(len, value))
+    before = b"*5\r\n$3\r\nSET\r\n$3\r\nkey\r\n$%d\r\n" % total + small
+    after = b"\r\n$2\r\nEX\r\n$2\r\n60\r\n"
+    assert pieces == [before, large, bytes(small) * 2, large, after]
+    assert pieces[1] is large and pieces[3] is large
+    assert Packer().pack("GET", "\u00e9") == ["*2\r\n$3\r\nGET\r\n$2\r\n\u00e9\r\n".encode()]
 
 
 @pytest.mark.parametrize("now", [None, b"", b"a", b"abcdef"])
