@@ -66,6 +66,27 @@ def test_a_client_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     assert client._control.fileno() == -1
 
 
+def test_memory_that_grows_byte_by_byte_is_mapped_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each time, the client registers it again."""
+    sizes: list[int] = []
+    truncate = os.ftruncate
+
+    def noted(file: int, size: int) -> None:
+        sizes.append(size)
+        truncate(file, size)
+
+    monkeypatch.setattr(os, "ftruncate", noted)
+    client = ClientProcess("127.0.0.1", "127.0.0.1:1")
+    for num_bytes in (0, 1, MIB, *range(MIB + 1, MIB + 9), 3 * MIB):
+        client.reserve(num_bytes)
+        assert len(client.view(num_bytes)) == num_bytes
+    client.reserve(5)
+    assert sizes == [MIB, 2 * MIB, 4 * MIB]
+    client.kill()
+
+
 @pytest.mark.parametrize("why", ["it was killed", "it found no master"])
 def test_a_client_that_exits_before_it_is_connected(
     monkeypatch: pytest.MonkeyPatch, why: str

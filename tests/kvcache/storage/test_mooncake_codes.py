@@ -54,10 +54,11 @@ class ScriptedClient:
         self.clock = clock
         self.answers: list[Any] = []
         self.asked: list[tuple[str, str, int, float]] = []
+        self.connects_s: list[float] = []
         self.alive = True
 
     def wait_connected(self, timeout_s: float) -> None:
-        pass
+        self.connects_s.append(timeout_s)
 
     def write(self, parts: Sequence[memoryview]) -> int:
         return sum(map(len, parts))
@@ -127,6 +128,40 @@ def test_codes_of_a_delete(backend: MooncakeBackend, client: ScriptedClient) -> 
     client.answers = [0, -704]
     assert [backend.delete(KEYS[0]), backend.delete(KEYS[0])] == [True, False]
     assert client.asked == [("remove", NAME, 0, 1.0)] * 2
+
+
+@pytest.mark.parametrize("limits_s", [None, (2.0, 3.0)])
+def test_a_connection_and_a_request_have_their_own_time_limits(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, limits_s: tuple[float, float] | None
+) -> None:
+    timeout_s, connect_timeout_s = limits_s or (1.0, 5.0)
+    options: dict[str, Any] = {"timeout_s": timeout_s, "connect_timeout_s": connect_timeout_s}
+    probes: list[tuple[tuple[str, int], float]] = []
+    clients: list[ScriptedClient] = []
+
+    def start(local_host: str, master: str) -> ScriptedClient:
+        clients.append(ScriptedClient(clock))
+        clients[0].answers = [1]
+        return clients[0]
+
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        port = master.getsockname()[1]
+        connect = socket.create_connection
+        backend = MooncakeBackend("127.0.0.1", port, **(options if limits_s else {}))
+
+        def noted(address: tuple[str, int], limit_s: float) -> socket.socket:
+            probes.append((address, limit_s))
+            return connect(address, limit_s)
+
+        monkeypatch.setattr(socket, "create_connection", noted)
+        monkeypatch.setattr(module, "ClientProcess", start)
+        assert backend.contains(KEYS[:1]) == [True]
+        backend.touch(KEYS[:1])
+    assert probes == [(("127.0.0.1", port), connect_timeout_s)]
+    [client] = clients
+    assert client.connects_s == [connect_timeout_s] * 2
+    assert client.asked == [("exist", "", len(NAME), timeout_s)] * 2
+    backend.close()
 
 
 GONE = "the machine that has the value is gone"
