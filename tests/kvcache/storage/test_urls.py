@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from obstore.store import S3Store
 
 from radixkv.kvcache.storage import FileBackend, Status, StorageNamespace, StorageWorkers
 from radixkv.kvcache.storage.errors import StorageUrlError
@@ -148,6 +149,26 @@ def test_a_bucket(s3: FakeS3, path: str) -> None:
     name = KEYS[0].hex()
     steps = ["bucket", *filter(None, path.split("/")), NAMESPACE.digest().hex()[:16]]
     assert list(s3.objects) == [f"{'/'.join(steps)}/{name[:2]}/{name}"]
+
+
+@pytest.mark.usefixtures("s3")
+def test_a_bucket_has_the_time_limits_that_are_given() -> None:
+    options = BackendOptions(timeout_s=7.0, connect_timeout_s=0.5)
+    with closing(open_backend("s3://bucket", options)) as backend:
+        assert isinstance(backend, ObjectStorageBackend) and isinstance(backend._store, S3Store)
+        limits = {"timeout": "7000ms", "connect_timeout": "500ms"}
+        assert limits.items() <= dict(backend._store.client_options or {}).items()
+
+
+@pytest.mark.parametrize("namespace", [None, NAMESPACE])
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1", "s3://bucket"])
+def test_the_storage_of_a_command_is_of_its_namespace(
+    s3: FakeS3, url: str, namespace: StorageNamespace | None
+) -> None:
+    storage = open_storage(url, namespace)
+    assert isinstance(storage._backend, RedisBackend | ObjectStorageBackend)
+    assert storage._backend.namespace == (namespace and namespace.digits)
+    assert storage.close()
 
 
 UNKNOWN = (
