@@ -299,3 +299,16 @@ def test_a_copy_of_a_manager_goes_its_own_way():
     twin.check()
     assert (hit(manager, [1, 2]), hit(twin, [1, 2])) == (2, 0)
     manager.check()
+
+
+def test_a_hit_that_is_counted_late_is_what_was_hit_at_admission():
+    """Blocks that the lease has published since are none of it."""
+    manager = CacheManager(8, 2)
+    first = manager.admit(manager.match([1, 2]))
+    manager.publish(first, [1, 2])
+    before = manager.stats().hit_blocks
+    lease = manager.admit(manager.match([1, 2, 3, 4, 5, 6]), count_hit=False)
+    manager.publish(lease, [1, 2, 3, 4, 5, 6])
+    assert manager.stats().hit_blocks == before
+    manager.count_hit(lease)
+    assert manager.stats().hit_blocks == before + 1

@@ -97,6 +97,11 @@ def test_a_reset_ends_all_steps(keep: tuple[bytes, ...]) -> None:
     manager.reset(keep)
     assert manager.available == 8
     manager.check()
+    with pytest.raises(StepError, match=r"^a step ends, and all 1 that began have ended$"):
+        manager.end_step()
+    duplicates(manager)
+    assert manager.available == 6, "no step of the old epoch reads the duplicates"
+    manager.check()
 
 
 def test_the_end_of_no_step_is_refused() -> None:
