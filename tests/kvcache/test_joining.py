@@ -270,3 +270,18 @@ def test_joining_a_decoded_path_keeps_every_block_in_its_place(
             for path in paths:
                 found = [places[key] for key in path if key in places]
                 assert found == sorted(found, reverse=True), "a block is told after the next one"
+
+
+def test_an_idle_path_is_not_joined_when_it_is_copied(monkeypatch: pytest.MonkeyPatch):
+    """Its last request ended between the last block and its copy."""
+    monkeypatch.setattr(offload, "_MANY_NODES", 2)
+    memory = TierMemory(8, 8, "through")
+    lease = memory.start([1, 2, 3])
+    for end in (1, 2):
+        memory.compute(lease, [1, 2, 3][:end])
+        memory.settle()
+    memory.compute(lease, [1, 2, 3])
+    memory.manager.release(lease)
+    memory.settle()
+    assert memory.residency([1, 2, 3]) == "bbb"
+    memory.serve([1, 2, 3])

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixkv.kvcache import OpKind
 from radixkv.kvcache.tiers import storage_recency as storage_uses
 
 from .tier_memory import TierMemory
@@ -45,6 +46,20 @@ class TestWhat:
         assert memory.tiers.take_used() == backwards(memory, [1, 2, 3])
         memory.serve([1, 5, 6])
         assert memory.tiers.take_used() == backwards(memory, [1, 5, 6])
+
+    def test_the_blocks_before_those_to_store_are_reported_before_they_are_stored(self):
+        """Else storage could evict them to make room for those, which are useless without."""
+        memory = TierMemory(6, 6, "through", storage=True)
+        memory.serve([1, 2])
+        lease = memory.start([1, 2, 3])
+        memory.tiers.take_used()
+        memory.compute(lease, [1, 2, 3])
+        copy = memory.one(OpKind.DEVICE_TO_HOST)
+        assert memory.tiers.take_used() == []
+        memory.finish(copy)
+        assert memory.tiers.take_used() == backwards(memory, [1, 2])
+        memory.finish(memory.one(OpKind.HOST_TO_STORAGE))
+        assert memory.tiers.take_used() == backwards(memory, [1, 2, 3])
 
     def test_blocks_read_from_storage_are_reported_with_their_path(self):
         memory = TierMemory(4, 4, storage=True)
