@@ -127,7 +127,11 @@ def test_nodes_wait_for_the_server_and_the_server_for_another_size() -> None:
         assert await registry.join() == elsewhere
         with pytest.raises(ValueError, match=r"^each role needs 1 node or more, got FleetSize\("):
             await registry.scale(decode=0)
+        assert not lead.done(), "nobody wants a size that was refused"
         assert await registry.scale(decode=5) == await lead == FleetSize(1, 5, 1)
+        with pytest.raises(ValueError, match=r"^each role"):
+            await registry.scale(prefill=0)
+        assert await registry.scale(decode=2) == FleetSize(1, 2, 1)
 
     asyncio.run(asyncio.wait_for(run(), LATE_S))
 

@@ -191,7 +191,10 @@ def test_started_nodes_get_the_directory_of_a_name(
 
 
 @pytest.mark.parametrize("command", ["prefill-node", "decode-node"])
-@pytest.mark.parametrize(("block_size", "staged"), [(16, 256 << 20), (32768, 1 << 30)])
+@pytest.mark.parametrize(
+    ("block_size", "staged"),
+    [(16, 256 << 20), (8192, 256 << 20), (12288, 384 << 20), (32768, 1 << 30)],
+)
 def test_a_node_has_staging_memory_for_its_parts(
     radixkv: Any,
     model_dir: Path,

@@ -23,6 +23,7 @@ class FakeDriver:
     def __init__(self, tiers: Any, touches: int) -> None:
         self.tiers, self.touches = tiers, touches
         self.left: list[tuple[int, int]] = []
+        self.now, self.timeout_s = 50.0, 0.0
 
     @property
     def is_touching(self) -> bool:
@@ -30,11 +31,13 @@ class FakeDriver:
 
     def wait(self, timeout_s: float) -> None:
         assert timeout_s > 0
+        self.now += 100.0
         self.tiers.num_open_operations = max(self.tiers.num_open_operations - 1, 0)
         self.touches -= 1
 
     def close(self, timeout_s: float) -> bool:
         self.left.append((self.tiers.num_open_operations, max(self.touches, 0)))
+        self.timeout_s = timeout_s
         return timeout_s > 0
 
 
@@ -48,8 +51,10 @@ def test_a_close_waits_for_operations_and_touches(
     copies._driver = driver = FakeDriver(copies._tiers, touches)
     for name in ("collect", "dispatch"):
         monkeypatch.setattr(TierCopies, name, lambda *_: None)
+    monkeypatch.setattr(tier_copies, "time", SimpleNamespace(monotonic=lambda: driver.now))
     assert copies.close(None, timeout_s=600.0)
     assert driver.left == [(0, 0)]
+    assert driver.timeout_s == 600.0 - 100.0 * max(operations, touches), "what is left"
     copies._tiers.num_open_operations = 2
     assert not copies.close(None, timeout_s=0.0)
     assert driver.left[1:] == [(2, 0)]

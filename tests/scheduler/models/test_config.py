@@ -267,6 +267,10 @@ def test_a_tokenizer_may_have_no_end_token(tmp_path, config, tokenizer):
             {"rope_parameters": {"partial_rotary_factor": 0.25}},
             "config.json: partial_rotary_factor is 0.25, but only 1.0 is supported",
         ),
+        (
+            {"rope_parameters": {"rope_type": "default"}, "partial_rotary_factor": 0.75},
+            "config.json: partial_rotary_factor is 0.75, but only 1.0 is supported",
+        ),
     ],
 )
 def test_unsupported_models_are_refused(entries, text):
