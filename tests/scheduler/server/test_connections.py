@@ -66,6 +66,16 @@ def test_a_new_connection_takes_the_place_of_the_one_that_waits_longest(
         assert all(each.ended is None for each in opened) and len(opened) <= most
 
 
+def test_bytes_that_begin_no_request_do_not_prolong_a_wait() -> None:
+    connections = Connections(ServerLimits(max_connections=2))
+    slow, other, new = (Fake(connections) for _ in range(3))
+    for each in (slow, other):
+        connections.opened(each)  # type: ignore[arg-type]
+    connections.waits(slow, True)  # type: ignore[arg-type]
+    connections.opened(new)  # type: ignore[arg-type]
+    assert (slow.ended, other.ended, new.ended) == ("dropped", None, None)
+
+
 @pytest.mark.parametrize("num_left", [0, 1])
 @pytest.mark.parametrize("is_closing", [False, True])
 def test_a_close_waits_for_a_peer_that_does_not_read_and_not_for_ever(
