@@ -101,6 +101,26 @@ def test_each_engine_is_read(payload: bytes, events: list[WireEvent], rank: int 
     assert (batch.ts, batch.events, batch.data_parallel_rank) == (1.5, events, rank)
 
 
+@pytest.mark.parametrize("event", [Stored, Removed])
+def test_every_field_of_another_engine_is_read(event: type[Stored | Removed]) -> None:
+    fields: dict[str, Any] = {
+        "block_hashes": [1],
+        "parent_block_hash": 2,
+        "token_ids": [5, 6],
+        "block_size": 2,
+        "lora_id": 3,
+        "medium": "CPU",
+        "lora_name": "adapter",
+        "extra_keys": [["key"]],
+        "cache_salt": "salt",
+        "group_idx": 4,
+    }
+    fields = {name: fields[name] for name in event.__struct_fields__}
+    tagged = {"type": f"Block{event.__name__}"} | fields
+    batch = decode_batch(msgspec.msgpack.encode([1.5, [tagged], 0]))
+    assert batch.events == [event(**fields)]
+
+
 @pytest.mark.parametrize(
     "payload",
     [b"", b"\xc1", b"\x90", b"\xc0", VLLM[:-1], VLLM + b"\x00", VLLM.replace(b"Stored", b"Sorted")],
