@@ -75,6 +75,17 @@ def test_no_prompt_is_truncated_or_padded(tmp_path):
     assert 4 < len(tokens) < 64
 
 
+@pytest.mark.parametrize("is_special", [False, True])
+def test_the_longest_token_may_be_an_added_one(tmp_path, is_special):
+    tokenizer, longest = byte_level(), "<" + "long" * 20 + ">"
+    add = tokenizer.add_special_tokens if is_special else tokenizer.add_tokens
+    add([longest])
+    add_tokenizer(tmp_path, tokenizer)
+    found = TextTokenizer(tmp_path)
+    assert found.max_token_chars == len(longest)
+    assert len(found.encode(10 * longest)) == 10
+
+
 def test_a_chat_is_what_the_template_says(directory):
     tokenizer = TextTokenizer(directory)
     expected = '<s><|system|>the cache</s><|user|>naïve "façade"</s><|assistant|>'
