@@ -164,6 +164,16 @@ def test_write_through_as_far_as_there_is_room():
     memory.manager.check()
 
 
+def test_a_copy_that_several_published_paths_share_takes_its_room_once():
+    memory = TierMemory(8, 4, "through")
+    memory.serve([1, 2])
+    for last in (3, 4):
+        memory.serve_without_copies([1, 2, last])
+    memory.settle()
+    assert [memory.residency([1, 2, last]) for last in (3, 4)] == ["bbb", "bbb"]
+    memory.manager.check()
+
+
 def test_write_through_does_not_drop_the_blocks_before():
     memory = TierMemory(4, 2, "through")
     lease = memory.start([1, 2, 3])
