@@ -241,6 +241,20 @@ def test_an_idle_node_goes_on_copying_to_the_host(llama):
     assert cluster.front.close()
 
 
+def test_a_pull_may_take_as_long_as_a_transfer(llama, monkeypatch):
+    cluster = Cluster(llama, decode={"timing": replace(TIMING, transfer_s=77.0)})
+    limits: list[float] = []
+    pull = cluster.d._transport.pull
+
+    def note(*args: Any, timeout_s: float) -> None:
+        limits.append(timeout_s)
+        pull(*args, timeout_s=timeout_s)
+
+    monkeypatch.setattr(cluster.d._transport, "pull", note)
+    cluster.complete([PREFIX], 4)
+    assert limits and set(limits) == {77.0}
+
+
 def test_d_loads_from_storage_what_it_lacks(llama):
     backend = MemoryBackend()
     options = {

@@ -29,6 +29,13 @@ def test_records_come_back_as_they_were(records: list[TokenLogprob]) -> None:
     assert unpack_records(pack_records(records), [each.token_id for each in records]) == records
 
 
+def test_records_may_have_as_many_tokens_as_a_request_may_ask_for() -> None:
+    for num_top in range(MAX_LOGPROBS + 2):
+        record = TokenLogprob(7, -1.5, 3, tuple((token, -2.0) for token in range(num_top)))
+        expected = [record] if num_top <= MAX_LOGPROBS else []
+        assert unpack_records(pack_records([record]), [7]) == expected
+
+
 @given(st.binary(max_size=900), st.lists(INTS, max_size=5))
 def test_any_bytes_give_a_record_of_each_token_or_none(packed: bytes, tokens: list[int]) -> None:
     records = unpack_records(packed, tokens)
