@@ -232,9 +232,12 @@ class EngineThread:
             while not self._is_closing or self._engine.has_work:
                 self._obey()
                 if self._engine.has_work or self._poll_s is not None:
-                    for observer in self._observers:
+                    observers = self._observers  # one that comes meanwhile sees the next step
+                    for observer in observers:
                         observer.step_begins()
                     self._publish(self._engine.step())
+                    for observer in observers:
+                        observer.step_ended(self._engine, self._engine.scheduler.running)
         except BaseException as error:  # whatever it is, nobody may wait for ever
             self._fail(error)
         for observer in self._observers:
@@ -307,8 +310,6 @@ class EngineThread:
                 delivery.num_tokens = len(request.output_tokens)
                 changed.append(delivery)
         self._post(changed)
-        for observer in self._observers:
-            observer.step_ended(self._engine, self._engine.scheduler.running)
 
     def _end(self, delivery: Delivery, reason: FinishReason) -> None:
         request = delivery.request
