@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from radixkv.scheduler.request import Request, TokenLogprob
 from radixkv.scheduler.server.replies import new_logprobs
+from radixkv.scheduler.serving.async_engine import OutputStream
 from radixkv.scheduler.serving.outputs import Completion, PrefixHits
 from radixkv.scheduler.text import Detokenizer
 
@@ -110,3 +112,15 @@ def test_an_output_tells_what_its_request_has_so_far(asks: bool) -> None:
     ended = completion.take(3, "abort")
     assert ended is not None and (ended.finish_reason, ended.new_token_ids) == ("abort", ())
     assert ended.prompt_logprobs == told[0]
+
+
+def test_samples_of_a_stream_take_turns():
+    def sample(index: int) -> Any:
+        delivery = SimpleNamespace(error=None, finish_reason=None, num_tokens=1)
+        output = SimpleNamespace(finish_reason=None, index=index)
+        return delivery, SimpleNamespace(take=lambda *_: output)
+
+    stream: Any = OutputStream.__new__(OutputStream)
+    stream._live = deque(map(sample, range(3)))
+    assert [stream._take().index for _ in range(6)] == [0, 1, 2, 0, 1, 2]
+    stream._live.clear()
