@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from hypothesis import given, settings
@@ -35,6 +36,7 @@ from radixkv.scheduler import (
     SamplingParams,
     StreamError,
 )
+from radixkv.scheduler.serving.engine_thread import EngineThread
 from radixkv.scheduler.text import TextTokenizer
 
 from ..tokenizers import add_tokenizer
@@ -762,6 +764,25 @@ class Idle:
     def close(self, *, timeout_s: float) -> bool:
         self.timeouts.append(timeout_s)
         return True
+
+
+def test_the_number_of_tokens_is_final_before_a_reason_is_there():
+    """A consumer on another thread reads them in the other order."""
+    written: list[str] = []
+
+    class Noted(SimpleNamespace):
+        def __setattr__(self, name: str, value: object) -> None:
+            written.append(name)
+            super().__setattr__(name, value)
+
+    request: Any = SimpleNamespace(output_tokens=[5, 6], finish_reason="stop")
+    thread: Any = EngineThread.__new__(EngineThread)
+    delivery = Noted(request=request)
+    thread._observers, thread._active = (), MagicMock()
+    written.clear()
+    thread._end(delivery, "stop")
+    assert written == ["num_tokens", "finish_reason"]
+    assert (delivery.num_tokens, delivery.finish_reason) == (2, "stop")
 
 
 def test_an_engine_is_closed_with_the_time_of_its_last_caller():

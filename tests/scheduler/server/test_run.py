@@ -7,7 +7,8 @@ import os
 import signal
 import socket
 import threading
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from http.client import HTTPConnection
 from typing import Any
 
@@ -172,25 +173,28 @@ def ask(port: int, path: str) -> list[bytes]:
     return bodies
 
 
+@asynccontextmanager
+async def serving(application: Any) -> AsyncIterator[int]:
+    """Serve an application on the port that is given."""
+    listener, ready = bind("127.0.0.1", 0), asyncio.Event()
+    port: int = listener.getsockname()[1]
+    task = asyncio.create_task(serve(application, idle(), listener, on_ready=ready.set))
+    await ready.wait()
+    try:
+        yield port
+    finally:
+        stop()
+        await task
+
+
 @pytest.mark.parametrize("path", ["/chunks", "/length"])
 def test_a_response_comes_whole_whatever_its_parts_and_its_framing(path: str) -> None:
     """An empty chunk would end it, and the client takes no chunks of one with a length."""
 
     async def test() -> None:
-        listener = bind("127.0.0.1", 0)
-        port = listener.getsockname()[1]
-        ready = asyncio.Event()
-        serving = asyncio.create_task(serve(send_parts, idle(), listener, on_ready=ready.set))
-        await ready.wait()
-        try:
-            assert await asyncio.to_thread(ask, port, path) == [
-                b"".join(PARTS),
-                b"",
-                b"".join(PARTS),
-            ]
-        finally:
-            stop()
-            await serving
+        async with serving(send_parts) as port:
+            whole = b"".join(PARTS)
+            assert await asyncio.to_thread(ask, port, path) == [whole, b"", whole]
 
     asyncio.run(test())
 
@@ -217,22 +221,16 @@ def test_a_part_waits_for_a_client_that_does_not_read() -> None:
         await send({"type": "http.response.body", "body": b""})
 
     async def test() -> None:
-        listener = bind("127.0.0.1", 0)
-        port = listener.getsockname()[1]
-        ready = asyncio.Event()
-        serving = asyncio.create_task(serve(send_much, idle(), listener, on_ready=ready.set))
-        await ready.wait()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        try:
-            writer.transport.pause_reading()  # type: ignore[attr-defined]
-            writer.write(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
-            await is_told.wait()
-            assert is_held, "all is in memory"
-            writer.transport.resume_reading()  # type: ignore[attr-defined]
-            assert (await reader.read()).endswith(b"0\r\n\r\n")
-        finally:
-            writer.transport.abort()
-            stop()
-            await serving
+        async with serving(send_much) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.transport.pause_reading()  # type: ignore[attr-defined]
+                writer.write(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+                await is_told.wait()
+                assert is_held, "all is in memory"
+                writer.transport.resume_reading()  # type: ignore[attr-defined]
+                assert (await reader.read()).endswith(b"0\r\n\r\n")
+            finally:
+                writer.transport.abort()
 
     asyncio.run(asyncio.wait_for(test(), 60.0))
